@@ -1,0 +1,39 @@
+"""Numbers that more than one module needs, each defined once with its reason."""
+
+import math
+
+import numpy as np
+
+LOG2_E = math.log2(math.e)
+"""exp(x) = 2^(x log2 e)."""
+
+NEG_INF = np.float32(-math.inf)
+"""The score of a key that a query may not see. A true infinity: its exponential is exactly 0."""
+
+WARP_SIZE = 32
+FULL_MASK = 0xFFFFFFFF
+"""All 32 lanes of a warp take part in a shuffle or vote."""
+
+KIB = 1024
+STATIC_SHARED_BYTES = 48 * KIB
+"""A block may use so much without opting in to more; static arrays can never exceed it."""
+
+MAX_THREADS_PER_BLOCK = 1024
+MAX_GRID_X = 2**31 - 1
+MAX_GRID_YZ = 65_535
+MAX_HEAD_DIM = 256
+
+SHARED_BYTES_PER_BLOCK = {
+    (7, 5): 64 * KIB,
+    (8, 0): 163 * KIB,
+    (8, 6): 99 * KIB,
+    (8, 7): 163 * KIB,
+    (8, 9): 99 * KIB,
+    (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB,
+    (10, 3): 227 * KIB,
+    (12, 0): 99 * KIB,
+    (12, 1): 99 * KIB,
+}
+"""Opt-in shared memory of one thread block by compute capability (CUDA C++ Programming Guide,
+"Technical Specifications per Compute Capability"). A GPU is asked; the simulator looks here."""

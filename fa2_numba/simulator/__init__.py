@@ -1,0 +1,30 @@
+"""A CUDA machine in Python: runs `@cuda.jit` kernels thread by thread, refuses their mistakes."""
+
+from fa2_numba.simulator.errors import (
+    BarrierError,
+    LaunchError,
+    OutOfBoundsError,
+    RaceError,
+    RunTooLongError,
+    SharedMemoryError,
+    SimulationError,
+    ThreadError,
+    UninitialisedReadError,
+    WarpError,
+)
+from fa2_numba.simulator.run import Simulator, simulate
+
+__all__ = [
+    "BarrierError",
+    "LaunchError",
+    "OutOfBoundsError",
+    "RaceError",
+    "RunTooLongError",
+    "SharedMemoryError",
+    "SimulationError",
+    "Simulator",
+    "ThreadError",
+    "UninitialisedReadError",
+    "WarpError",
+    "simulate",
+]

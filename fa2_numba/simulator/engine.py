@@ -1,0 +1,290 @@
+"""Thread blocks run thread by thread: one greenlet a CUDA thread, barriers as meeting places.
+
+A thread runs until it must wait for others (a barrier, a warp-wide operation), then hands over to
+the next ready one, so a run is deterministic and a stuck barrier is seen at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from types import CodeType
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from fa2_numba.constants import WARP_SIZE
+from fa2_numba.simulator.errors import BarrierError, SimulationError, ThreadError, WarpError
+from fa2_numba.simulator.memory import BlockMemory, SharedArray, Stamp
+from fa2_numba.simulator.source import (
+    MARKER,
+    call_chain,
+    describe_line,
+    kernel_frame,
+    ranges,
+)
+
+Index = tuple[int, int, int]
+Chain = tuple[tuple[CodeType, int], ...]
+
+
+class Waiting:
+    """What a parked thread waits for, and where it stands."""
+
+    def __init__(self, operation: str, chain: Chain, value: object = None, mask: int = 0) -> None:
+        self.operation = operation
+        self.chain = chain
+        self.value = value
+        self.mask = mask
+
+
+class Thread(greenlet):
+    """One CUDA thread of a block."""
+
+    def __init__(self, block: Block, number: int) -> None:
+        super().__init__()
+        self.block = block
+        self.number = number
+        width, height, _ = block.dim
+        self.index: Index = (number % width, number // width % height, number // (width * height))
+        self.lane = number % WARP_SIZE
+        self.warp = block.warps[number // WARP_SIZE]
+        self.clock = 1
+        self.seen = block.nothing_seen
+        self.waiting: Waiting | None = None
+        self.unwritten: tuple[SharedArray, tuple, Stamp, int] | None = None
+        self.result: object = None
+
+    def run(self) -> None:
+        """The whole life of the thread: the kernel, with the hardware's silent overflow."""
+        with np.errstate(all="ignore"):
+            self.block.function(*self.block.arguments)
+
+    def park(self, waiting: Waiting) -> object:
+        """Hand over to the other threads until someone releases this one; returns its result."""
+        self.waiting = waiting
+        self.parent.switch()
+        return self.result
+
+    def release(self, result: object) -> None:
+        """Make a parked thread ready to go on with `result`."""
+        self.result = result
+        self.waiting = None
+        self.block.ready.append(self)
+
+    def await_verdict(self, array: SharedArray, index: tuple, stamp: Stamp, granule: int) -> None:
+        """Park at a read of memory nobody wrote, until the others show whether they write it.
+
+        If one does before the next barrier it is a race, else the memory is uninitialised;
+        either way the launch ends with that error.
+        """
+        self.unwritten = (array, index, stamp, granule)
+        self.park(Waiting("the writer of what it read", call_chain()))
+
+    def stands(self, stamp: Stamp | None = None) -> str:
+        """`thread (5, 0, 0) (warp 0, lane 5) at file.py:12: text`."""
+        if stamp is None:
+            frame = kernel_frame()
+            return f"{self} at {describe_line(frame.f_code, frame.f_lasti)}"
+        return f"{self} at {describe_line(stamp[2], stamp[3])}"
+
+    def __str__(self) -> str:
+        return f"thread {self.index} (warp {self.warp.number}, lane {self.lane})"
+
+
+class Warp:
+    """32 consecutive threads; `meetings` are the operations that some lanes wait in, by mask."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.threads: list[Thread] = []
+        self.meetings: dict[int, list[Thread]] = {}
+
+    def meet(
+        self,
+        operation: str,
+        mask: int,
+        value: object,
+        combine: Callable[[list], object] = lambda values: values,
+        orders_memory: bool = False,
+    ) -> object:
+        """Wait until all lanes of `mask` are here; each gets `combine(values by lane)`."""
+        thread = getcurrent()
+        mask &= (1 << WARP_SIZE) - 1
+        if not mask >> thread.lane & 1:
+            what = f"{operation} by a lane that its own mask {mask:#010x} leaves out"
+            raise thread.block.error(WarpError, what, [thread.stands()])
+        here = self.meetings.setdefault(mask, [])
+        if here and here[0].waiting.operation != operation:
+            what = f"lanes of one mask {mask:#010x} meet in different operations"
+            lines = [f"{here[0]} is in {here[0].waiting.operation}", f"{thread.stands()}"]
+            raise thread.block.error(WarpError, what, lines)
+        here.append(thread)
+        expected = [t for t in self.threads if mask >> t.lane & 1]
+        if len(here) < len(expected):
+            return thread.park(Waiting(operation, call_chain(), value, mask))
+        del self.meetings[mask]
+        values: list[object] = [None] * WARP_SIZE
+        for other in here:
+            values[other.lane] = value if other is thread else other.waiting.value
+        if orders_memory:
+            order(here)
+        result = combine(values)
+        thread.block.release(here, thread, result)
+        return result
+
+
+class Block:
+    """One thread block of a launch, run to its end by `run`."""
+
+    def __init__(
+        self,
+        kernel: str,
+        function: Callable,
+        arguments: tuple,
+        index: Index,
+        dim: Index,
+        grid: Index,
+        memory: BlockMemory,
+        rng: random.Random | None,
+    ) -> None:
+        self.kernel = kernel
+        self.function = function
+        self.arguments = arguments
+        self.index = index
+        self.dim = dim
+        self.grid = grid
+        self.memory = memory
+        self.rng = rng
+        size = dim[0] * dim[1] * dim[2]
+        self.nothing_seen = [0] * size
+        self.warps = [Warp(number) for number in range(-(-size // WARP_SIZE))]
+        self.threads = [Thread(self, number) for number in range(size)]
+        for thread in self.threads:
+            thread.warp.threads.append(thread)
+        self.at_barrier: list[Thread] = []
+        self.ready: deque[Thread] = deque()
+
+    def run(self) -> None:
+        """Run every thread to its end, or raise the first thing that is wrong."""
+        self.ready.extend(self._shuffled(self.threads))
+        try:
+            while self.ready:
+                self._resume(self.ready.popleft())
+            if not all(thread.dead for thread in self.threads):
+                raise self._stuck()
+        finally:
+            for thread in self.threads:
+                if not thread.dead:
+                    thread.throw()
+
+    def _resume(self, thread: Thread) -> None:
+        try:
+            thread.switch()
+        except SimulationError:
+            raise
+        except Exception as exception:
+            raise self._thread_error(thread, exception) from exception
+
+    def barrier(self, operation: str, value: object, combine: Callable[[list], object]) -> object:
+        """`syncthreads` and its counting forms: all threads of the block meet at one place."""
+        thread = getcurrent()
+        waiting = Waiting(operation, call_chain(), value)
+        self.at_barrier.append(thread)
+        first = self.at_barrier[0]
+        if first is not thread and first.waiting.chain != waiting.chain:
+            what = "divergent barrier: threads of one block wait at different barriers"
+            thread.waiting = waiting
+            raise self.error(BarrierError, what, self._who_waits_where())
+        if len(self.at_barrier) < len(self.threads):
+            return thread.park(waiting)
+        here, self.at_barrier = self.at_barrier, []
+        result = combine([value if t is thread else t.waiting.value for t in here])
+        order(here)
+        self.release(here, thread, result)
+        return result
+
+    def release(self, threads: list[Thread], running: Thread, result: object) -> None:
+        """Make all of `threads` ready but the one that is running already."""
+        for thread in self._shuffled(threads):
+            if thread is not running:
+                thread.release(result)
+
+    def error(
+        self, kind: type, what: str, lines: list[str], thread: Thread | None = None
+    ) -> Exception:
+        """An error that says what is wrong in which kernel and block, then who and where.
+
+        It is about `thread`, or else about the running one if there is one.
+        """
+        head = f"{what}, in kernel {self.kernel}, block {self.index}"
+        error = kind("\n  ".join([head, *lines]))
+        error.kernel, error.block = self.kernel, self.index
+        thread = getcurrent() if thread is None else thread
+        if isinstance(thread, Thread):
+            error.thread, error.warp, error.lane = thread.index, thread.warp.number, thread.lane
+        return error
+
+    def _shuffled(self, threads: list[Thread]) -> list[Thread]:
+        return self.rng.sample(threads, len(threads)) if self.rng else threads
+
+    def _thread_error(self, thread: Thread, exception: Exception) -> ThreadError:
+        place = describe_traceback(exception)
+        what = f"{type(exception).__name__}: {exception}"
+        return self.error(
+            ThreadError, what, [f"{thread} at {place}" if place else str(thread)], thread
+        )
+
+    def _stuck(self) -> SimulationError:
+        for thread in self.threads:
+            if thread.unwritten:
+                array, index, stamp, granule = thread.unwritten
+                return array.verdict(index, stamp, granule)
+        for warp in self.warps:
+            for mask, here in warp.meetings.items():
+                missing = [t for t in warp.threads if mask >> t.lane & 1 and t not in here]
+                what = (
+                    f"{here[0].waiting.operation} with mask {mask:#010x} waits for lanes "
+                    f"{ranges([t.lane for t in missing])} of warp {warp.number}, which never come"
+                )
+                return self.error(WarpError, what, self._who_waits_where())
+        what = "barrier that some threads of the block never reach"
+        return self.error(BarrierError, what, self._who_waits_where())
+
+    def _who_waits_where(self) -> list[str]:
+        places: dict[str, list[int]] = {}
+        for thread in self.threads:
+            if thread.waiting:
+                where = describe_line(*thread.waiting.chain[0])
+                place = f"wait for {thread.waiting.operation} at {where}"
+            else:
+                place = "have left the kernel" if thread.dead else "are ready to run"
+            places.setdefault(place, []).append(thread.number)
+        return [f"threads {ranges(numbers)} {place}" for place, numbers in places.items()]
+
+
+def order(threads: list[Thread]) -> None:
+    """All that any of `threads` did so far now happens before all that any of them does next."""
+    clocks = list({id(thread.seen): thread.seen for thread in threads}.values())
+    seen = (
+        list(clocks[0])
+        if len(clocks) == 1
+        else [max(column) for column in zip(*clocks, strict=True)]
+    )
+    for thread in threads:
+        seen[thread.number] = thread.clock
+        thread.clock += 1
+        thread.seen = seen
+
+
+def describe_traceback(exception: BaseException) -> str:
+    """The innermost kernel line an exception passed through."""
+    place = ""
+    traceback = exception.__traceback__
+    while traceback:
+        frame = traceback.tb_frame
+        if MARKER in frame.f_globals:
+            place = describe_line(frame.f_code, traceback.tb_lasti)
+        traceback = traceback.tb_next
+    return place

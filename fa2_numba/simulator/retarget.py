@@ -1,0 +1,108 @@
+"""Rebuild a kernel's Python function so that what it calls has its simulated meaning.
+
+Its globals and closure cells that are the `cuda` module, a Numba type, a device function or an
+instruction are replaced, by identity and not by name, in a copy of the function. Of its code only
+the float literals change: they become NumPy's float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType, ModuleType
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numba import cuda
+from numba.cuda.dispatcher import CUDADispatcher
+
+from fa2_numba.simulator.machine import CUDA
+from fa2_numba.simulator.memory import plain
+from fa2_numba.simulator.source import MARKER
+from fa2_numba.simulator.values import (
+    BUILTINS,
+    LIBDEVICE,
+    NUMBA_TYPES,
+    NUMPY_INTEGERS,
+    SIMULATED_MATH,
+    scalar_value,
+)
+
+_PUBLIC_OPERATIONS = [name for name in dir(CUDA) if not name.startswith("_")]
+_MEANING: dict[int, object] = {
+    id(cuda): CUDA,
+    id(math): SIMULATED_MATH,
+    **{id(real): simulated for real, simulated in (NUMBA_TYPES | LIBDEVICE).items()},
+    **{id(real): simulated for real, simulated in NUMPY_INTEGERS.items()},
+    **{id(getattr(math, name)): function for name, function in vars(SIMULATED_MATH).items()},
+}
+for _name in _PUBLIC_OPERATIONS:
+    if _name != "laneid" and hasattr(cuda, _name):
+        _MEANING[id(getattr(cuda, _name))] = getattr(CUDA, _name)
+for _space in ("shared", "local", "const", "atomic"):
+    _real, _simulated = getattr(cuda, _space), getattr(CUDA, _space)
+    for _name in dir(_simulated):
+        if not _name.startswith("_"):
+            _MEANING[id(getattr(_real, _name))] = getattr(_simulated, _name)
+
+_retargeted: WeakKeyDictionary[FunctionType, FunctionType] = WeakKeyDictionary()
+
+
+class SimulatedModule:
+    """A module whose attributes have their simulated meaning (`tiles.load_tile`, `np.int32`)."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> object:
+        value = meaning(getattr(self._module, name))
+        setattr(self, name, value)
+        return value
+
+
+def meaning(value: object) -> object:
+    """What a global or closure variable of a kernel stands for in the simulator."""
+    if id(value) in _MEANING:
+        return _MEANING[id(value)]
+    if isinstance(value, CUDADispatcher):
+        return retarget(value.py_func)
+    if isinstance(value, ModuleType):
+        return SimulatedModule(value)
+    if isinstance(value, np.ndarray):
+        return plain(value)
+    simulated = getattr(value, "simulated", None)
+    return simulated if callable(simulated) else scalar_value(value)
+
+
+def retarget(function: FunctionType) -> Callable:
+    """A copy of `function` that runs in the simulator; device functions it calls are copied too."""
+    if function in _retargeted:
+        return _retargeted[function]
+    scope = {MARKER: True, "__builtins__": BUILTINS}
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    code = _with_float64_literals(function.__code__)
+    defaults = scalar_value(function.__defaults__)
+    copy = FunctionType(code, scope, function.__name__, defaults, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    _retargeted[function] = copy
+    for name in _names(code) & function.__globals__.keys():
+        scope[name] = meaning(function.__globals__[name])
+    for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        cell.cell_contents = meaning(original.cell_contents)
+    return copy
+
+
+def _with_float64_literals(code: CodeType) -> CodeType:
+    """A code object of its own also tells the shared arrays of two functions apart."""
+    constants = (
+        _with_float64_literals(constant)
+        if isinstance(constant, CodeType)
+        else scalar_value(constant)
+        for constant in code.co_consts
+    )
+    return code.replace(co_consts=tuple(constants))
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
