@@ -1,0 +1,44 @@
+"""Which keys a query sees; the others get the score -inf and so the weight exactly 0."""
+
+from functools import cache
+
+from fa2_numba.config import TileConfig
+from fa2_numba.constants import NEG_INF
+from fa2_numba.device import device_function
+
+
+@cache
+def make_mask_scores(rows: int, cols: int, lanes: tuple[int, int], causal: bool):
+    """`mask_scores(S_reg, row, col, seqlen_q, seqlen_k)` on a thread's rows x cols scores.
+
+    `row`, `col`: the thread's first query and key; the next ones are lanes[0], lanes[1] further.
+    """
+    LANE_ROWS, LANE_COLS = lanes
+
+    @device_function
+    def mask_scores(S_reg, row, col, seqlen_q, seqlen_k):
+        for i in range(rows):
+            keys = seqlen_k
+            if causal:
+                # Bottom-right alignment: the last query sees the last key.
+                keys = min(seqlen_k, row + LANE_ROWS * i + 1 + seqlen_k - seqlen_q)
+            for j in range(cols):
+                if col + LANE_COLS * j >= keys:
+                    S_reg[i, j] = NEG_INF
+
+    return mask_scores
+
+
+@cache
+def make_needs_mask(config: TileConfig, causal: bool):
+    """`needs_mask(first_row, first_col, seqlen_q, seqlen_k)`: does the tile hold hidden keys?"""
+    BLOCK_N = config.block_n
+
+    @device_function
+    def needs_mask(first_row, first_col, seqlen_q, seqlen_k):
+        keys = seqlen_k
+        if causal:
+            keys = min(seqlen_k, first_row + 1 + seqlen_k - seqlen_q)
+        return first_col + BLOCK_N > keys
+
+    return needs_mask

@@ -1,0 +1,1 @@
+"""The rungs: one rung, one file, one idea."""

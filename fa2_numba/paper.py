@@ -1,0 +1,36 @@
+"""The steps of the papers' algorithms, in our words; kernels cite them as `FA2 Alg. 1 line 9`."""
+
+PAPERS = {
+    "FA1": "Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), arXiv:2205.14135",
+    "FA2": "Dao: FlashAttention-2 (2023), arXiv:2307.08691",
+}
+
+PAPER_STEPS = {
+    "FA1 Alg. 1": {
+        2: "O = 0, l = 0, m = -inf in HBM",
+        5: "for every tile j of keys and values",
+        6: "load K_j, V_j on chip",
+        7: "for every tile i of queries",
+        8: "load Q_i, O_i, l_i, m_i on chip",
+        9: "S = Q_i K_j^T",
+        10: "m~ = rowmax(S), P~ = exp(S - m~), l~ = rowsum(P~)",
+        11: "m_new and l_new: old and new statistics under one maximum",
+        12: "O_i = (l_i e^(m_i - m_new) O_i + e^(m~ - m_new) P~ V_j) / l_new to HBM",
+        13: "l_i = l_new, m_i = m_new to HBM",
+    },
+    "FA2 Alg. 1": {
+        3: "for every tile i of queries",
+        4: "load Q_i on chip",
+        5: "O = 0, l = 0, m = -inf on chip",
+        6: "for every tile j of keys and values",
+        7: "load K_j, V_j on chip",
+        8: "S = Q_i K_j^T",
+        9: "m = max(m, rowmax(S)), P~ = exp(S - m), l = e^(m_old - m) l + rowsum(P~)",
+        10: "O = e^(m_old - m) O + P~ V_j",
+        12: "O = O / l",
+        13: "L = m + log l",
+        14: "write O_i to HBM",
+        15: "write L_i to HBM",
+    },
+}
+"""Algorithm -> line number -> what happens there."""

@@ -1,0 +1,53 @@
+"""The ladder and the papers: every rung has its file, every cited step exists and is cited."""
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import fa2_numba
+from fa2_numba import RUNGS
+from fa2_numba.paper import PAPER_STEPS
+
+KERNELS = Path(fa2_numba.__file__).parent / "kernels"
+ALGORITHM_OF = {"fa1": "FA1 Alg. 1", "fa2": "FA2 Alg. 1"}
+CITATION = re.compile(r"(FA\d Alg\. \d) lines? (\d+(?:(?:, | and )\d+)*)")
+
+
+def cited_steps(source):
+    """(algorithm, line) of every citation in a comment."""
+    steps = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            for algorithm, lines in CITATION.findall(token.string):
+                steps |= {(algorithm, int(line)) for line in re.findall(r"\d+", lines)}
+    return steps
+
+
+def test_a_rung_is_a_file_of_its_name():
+    files = {path.stem for path in KERNELS.glob("*.py")} - {"__init__"}
+    assert files == set(RUNGS)
+    assert all(rung.name == name for name, rung in RUNGS.items())
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_cited_lines_are_in_the_table_and_all_of_the_table_is_cited(rung):
+    cited = cited_steps((KERNELS / f"{rung}.py").read_text())
+    known = {(algorithm, line) for algorithm, steps in PAPER_STEPS.items() for line in steps}
+    assert cited <= known
+    algorithm = ALGORITHM_OF.get(rung.partition("_")[0])
+    expected = {(algorithm, line) for line in PAPER_STEPS.get(algorithm, {})}
+    assert expected <= cited
+
+
+def test_citations_are_read_from_comments():
+    source = "x = 1  # FA2 Alg. 1 line 9: why\n# FA2 Alg. 1 lines 13, 15\n'FA1 Alg. 1 line 5'\n"
+    assert cited_steps(source) == {("FA2 Alg. 1", n) for n in (9, 13, 15)}
+
+
+def test_rungs_share_one_choice_of_tiles():
+    """No rung picks tiles of its own: `plan_forward` is given them."""
+    for rung in RUNGS:
+        assert "choose_tiles" not in (KERNELS / f"{rung}.py").read_text()
