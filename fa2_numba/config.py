@@ -117,9 +117,8 @@ def choose_tiles(head_dim: int, shared_bytes_limit: int, num_warps: int = 4) -> 
     """The tiles that every CUDA-core rung uses for a head dim on a device.
 
     One choice for the whole ladder, so that neighbours differ in their idea alone: the largest
-    tiles with which two blocks of the hungriest rung fit a multiprocessor, else the largest that fit
-    once.
-    `shared_bytes_limit` is the device's opt-in shared memory of a block, in bytes.
+    tiles with which two blocks of the hungriest rung fit a multiprocessor, else the largest of
+    which one fits. `shared_bytes_limit` is the device's opt-in shared memory of a block, in bytes.
     """
     candidates = _candidates(-(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, num_warps)
     for blocks in (2, 1):

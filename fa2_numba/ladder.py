@@ -64,7 +64,7 @@ def choose_rung(rung: str, dtype: str) -> Rung:
     """The rung of that id, or for "auto" the highest one that takes the dtype."""
     if rung == "auto":
         return [candidate for candidate in RUNGS.values() if dtype in candidate.dtypes][-1]
-    if rung not in RUNGS:
+    if not isinstance(rung, str) or rung not in RUNGS:
         raise ArgumentError(f"rung={rung!r}: must be 'auto' or one of {', '.join(RUNGS)}")
     if dtype not in RUNGS[rung].dtypes:
         raise ArgumentError(f"rung={rung!r}: takes {', '.join(RUNGS[rung].dtypes)}, not {dtype}")

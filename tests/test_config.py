@@ -1,0 +1,166 @@
+"""Tile configurations: which are legal, and which one a device gets."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa2_numba.config import TileConfig, choose_tiles
+
+FIELDS = ("head_dim", "block_m", "block_n", "num_warps")
+KIB = 1024
+LIMITS = {
+    "T4-64K": 64 * KIB,
+    "consumer-99K": 99 * KIB,
+    "A100-163K": 163 * KIB,
+    "H100-227K": 227 * KIB,
+}
+limits = pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+warps = pytest.mark.parametrize("num_warps", range(1, 9), ids=lambda n: f"{n}-warps")
+
+
+def faults(head_dim, block_m, block_n, num_warps):
+    """The fields that break a rule, by the rules as the class documents them."""
+    found = set()
+    if num_warps not in range(1, 9):
+        found.add("num_warps")
+    if head_dim not in range(16, 257, 16):
+        found.add("head_dim")
+    for field, size in (("block_m", block_m), ("block_n", block_n)):
+        whole_lanes = size > 0 and size % 8 == 0
+        if not whole_lanes or (num_warps and size % (4 * num_warps) != 0):
+            found.add(field)
+    return found
+
+
+@st.composite
+def legal_fields(draw):
+    num_warps = draw(st.integers(1, 8))
+    step = 8 * num_warps if num_warps % 2 else 4 * num_warps
+    sizes = st.integers(1, 8).map(lambda i: i * step)
+    return {
+        "head_dim": draw(st.sampled_from(range(16, 257, 16))),
+        "block_m": draw(sizes),
+        "block_n": draw(sizes),
+        "num_warps": num_warps,
+    }
+
+
+@given(legal_fields())
+def test_every_legal_combination_constructs(fields):
+    assert faults(**fields) == set()
+    config = TileConfig(**fields)
+    assert config.num_threads == 32 * fields["num_warps"]
+    # What the lanes own makes up the tiles, exactly.
+    rows, cols, out_cols = config.split_q_elements
+    assert 4 * config.num_warps * rows == config.block_m
+    assert (8 * cols, 8 * out_cols) == (config.block_n, config.head_dim)
+    rows, cols, _ = config.sliced_k_elements
+    assert 8 * rows == config.block_m and 4 * config.num_warps * cols == config.block_n
+    assert config.split_q_shared_bytes < config.sliced_k_shared_bytes
+
+
+sizes = st.integers(-20, 300) | st.sampled_from(range(-64, 300, 8))
+
+
+@given(legal_fields(), st.dictionaries(st.sampled_from(FIELDS), sizes, min_size=1))
+def test_every_illegal_combination_is_refused_by_field_and_value(fields, changes):
+    fields |= changes
+    broken = faults(**fields)
+    if not broken:
+        TileConfig(**fields)
+        return
+    with pytest.raises(ValueError) as refusal:
+        TileConfig(**fields)
+    field, value, rule = re.fullmatch(r"(\w+)=(.+): must be (.+)", str(refusal.value)).groups()
+    assert field in broken and value == str(fields[field]) and rule
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [16.0, "16", None], ids=repr)
+def test_only_integers_are_sizes(field, value):
+    fields = {"head_dim": 16, "block_m": 16, "block_n": 16, "num_warps": 4} | {field: value}
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}: must be an integer")):
+        TileConfig(**fields)
+
+
+def test_configurations_are_values():
+    config = TileConfig(64, 64, 32)
+    assert config == TileConfig(64, 64, 32, num_warps=4) and hash(config) == hash(
+        TileConfig(64, 64, 32)
+    )
+    assert str(config) == "d64_m64_n32_w4"
+    with pytest.raises(AttributeError):
+        config.block_m = 128
+
+
+# The choice.
+
+
+def candidates(head_dim, num_warps):
+    """Every legal tile of at most 64 rows (or the smallest number of rows) with halving sizes."""
+    step = 8 * num_warps if num_warps % 2 else 4 * num_warps
+    sizes = [step << k for k in range(7) if k == 0 or step << k <= 64]
+    return [TileConfig(head_dim, m, n, num_warps) for m in sizes for n in sizes]
+
+
+def check_choice(head_dim, limit, num_warps):
+    padded = -(-head_dim // 16) * 16
+    possible = candidates(padded, num_warps)
+    needs = [config.sliced_k_shared_bytes for config in possible]
+    if min(needs) > limit:
+        with pytest.raises(ValueError) as refusal:
+            choose_tiles(head_dim, limit, num_warps)
+        for part in (f"head_dim={head_dim}", f"num_warps={num_warps}", min(needs), limit):
+            assert str(part) in str(refusal.value)
+        return
+    config = choose_tiles(head_dim, limit, num_warps)
+    assert config == choose_tiles(head_dim, limit, num_warps)
+    assert config.num_warps == num_warps and config.head_dim == padded >= head_dim
+    assert max(config.split_q_shared_bytes, config.sliced_k_shared_bytes) <= limit
+    twice = [c for c in possible if 2 * (c.sliced_k_shared_bytes + KIB) <= limit + KIB]
+    fitting = twice or [c for c in possible if c.sliced_k_shared_bytes <= limit]
+    assert config in fitting
+    assert config.block_m * config.block_n == max(c.block_m * c.block_n for c in fitting)
+
+
+@limits
+def test_tiles_for_every_head_dim(limit):
+    for head_dim in range(1, 257):
+        check_choice(head_dim, limit, num_warps=4)
+
+
+@limits
+@warps
+def test_tiles_for_every_number_of_warps(num_warps, limit):
+    for head_dim in range(16, 257, 16):
+        check_choice(head_dim, limit, num_warps)
+
+
+@limits
+def test_four_warps_always_fit(limit):
+    assert all(choose_tiles(head_dim, limit) for head_dim in range(1, 257))
+
+
+@limits
+def test_two_blocks_fit_a_multiprocessor_with_what_cuda_reserves(limit):
+    """CUDA keeps 1 KiB for each block; a multiprocessor has 1 KiB more than a block may ask for."""
+    for head_dim in range(16, 257, 16):
+        config = choose_tiles(head_dim, limit)
+        if 2 * config.sliced_k_shared_bytes <= limit:
+            assert 2 * (config.sliced_k_shared_bytes + KIB) <= limit + KIB, config
+
+
+def test_tiles_grow_with_the_device():
+    tiles = [str(choose_tiles(64, limit)) for limit in LIMITS.values()]
+    assert tiles == ["d64_m32_n16_w4", "d64_m64_n16_w4", "d64_m64_n64_w4", "d64_m64_n64_w4"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_warps", "field"),
+    [(0, 4, "head_dim"), (257, 4, "head_dim"), (64, 9, "num_warps"), (64, 0, "num_warps")],
+)
+def test_a_choice_nobody_can_have_is_refused(head_dim, num_warps, field):
+    with pytest.raises(ValueError, match=f"{field}="):
+        choose_tiles(head_dim, 99 * KIB, num_warps)
