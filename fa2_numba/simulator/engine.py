@@ -178,6 +178,8 @@ class Block:
             for thread in self.threads:
                 if not thread.dead:
                     thread.throw()
+                # Python's collector frees no cycle of greenlets (thread -> block -> thread).
+                vars(thread).clear()
 
     def _resume(self, thread: Thread) -> None:
         try:
