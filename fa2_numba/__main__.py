@@ -1,0 +1,26 @@
+"""`python -m fa2_numba` runs every rung on real Q, K, V; `... doctor` looks for what is wrong."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {"doctor": "fa2_numba.doctor"}
+"""Command -> module whose `main(argv)` runs it. Without a command the demo runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names, or the demo; returns the exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in COMMANDS:
+        return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
+    try:
+        demo = import_module("fa2_numba.demo.run")
+    except (ImportError, AttributeError) as error:
+        # So fails Numba where it does not fit NumPy; the doctor knows what to do.
+        print(f"error: {error}; `python -m fa2_numba doctor` says what to do", file=sys.stderr)
+        return 2
+    return demo.main(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
