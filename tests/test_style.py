@@ -306,12 +306,18 @@ def test_factory_constants_are_found():
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:
-    """List the lines of code with their numbers: no blanks, comments, imports or docstrings."""
+    """List the lines of code with their numbers.
+
+    Left out: blanks, comments, imports, docstrings, and the parameter lists of functions, since
+    functions of one family share their options by design.
+    """
     left_out = set()
     for node in ast.walk(ast.parse(source)):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text or isinstance(node, ast.Import | ast.ImportFrom):
             left_out.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, ast.FunctionDef):
+            left_out.update(range(node.lineno, node.body[0].lineno))
     lines: dict[int, str] = {}
     for token in tokens_of(source):
         number = token.start[0]
