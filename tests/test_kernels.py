@@ -195,3 +195,11 @@ def test_a_batch_element_does_not_depend_on_the_others(rung, fast_machine):
     alone, alone_lse = attend(q[1:2], k[1:2], v[1:2], fast_machine, rung)
     np.testing.assert_array_equal(out[1:2], alone)
     np.testing.assert_array_equal(lse[1:2], alone_lse)
+
+
+@rungs
+def test_tiles_without_a_visible_key_leave_the_output_as_it_is(rung, fast_machine):
+    """The first query sees the first key alone, whatever number of tiles comes after."""
+    q, k, v = random_qkv(1, 150, 150, 1, 1, 16, np.float32, seed=7)
+    out, _ = attend(q, k, v, fast_machine, rung, causal=True)
+    np.testing.assert_array_equal(out[0, 0], v[0, 0])

@@ -17,9 +17,9 @@ def finite_max(m):
 
 
 @device_function
-def reciprocal(l):
-    """1 / l, and 0 for the empty sum of a row that sees no key: its output is 0, not NaN."""
-    return float32(0.0) if l == float32(0.0) else float32(1.0) / l
+def share(part, whole):
+    """part / whole, and 0 of the empty sum of a row that sees no key: its output is 0, not NaN."""
+    return float32(0.0) if whole == float32(0.0) else part / whole
 
 
 @device_function

@@ -33,7 +33,7 @@ from fa2_numba.device.softmax import (
     log_sum_exp,
     make_exponentiate,
     make_row_max,
-    reciprocal,
+    share,
 )
 from fa2_numba.device.tiles import locate_head, make_load_tile, shared_tile
 from fa2_numba.launch import ForwardTensors, KernelLaunch
@@ -84,8 +84,9 @@ def make_update_statistics(config: TileConfig):
                 old = math.exp(m_old - finite_max(m_new)) * l_old
                 new = math.exp(m_tile - finite_max(m_new))
                 l_new = old + new * l_tile
-                weight_smem[0, r] = old * reciprocal(l_new)
-                weight_smem[1, r] = new * reciprocal(l_new)
+                # Divided, not multiplied by 1 / l_new: a tile that adds nothing leaves O as it is.
+                weight_smem[0, r] = share(old, l_new)
+                weight_smem[1, r] = share(new, l_new)
                 m_row[r], l_row[r] = m_new, l_new  # FA1 Alg. 1 line 13
                 if last:
                     LSE_row[r] = log_sum_exp(m_new, l_new)

@@ -31,7 +31,7 @@ from fa2_numba.device.softmax import (
     log_sum_exp,
     make_exponentiate,
     make_row_max,
-    reciprocal,
+    share,
 )
 from fa2_numba.device.tiles import (
     locate_head,
@@ -118,7 +118,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
         for i in range(ROWS):
             i_row = first_row + row + LANE_ROWS * i
             if i_row < seqlen_q:
-                scale = reciprocal(l_reg[i])  # FA2 Alg. 1 line 12
+                scale = share(float32(1.0), l_reg[i])  # FA2 Alg. 1 line 12
                 for c in range(OUT_COLS):
                     d = col + LANE_COLS * c
                     if d < head_dim:  # FA2 Alg. 1 line 14

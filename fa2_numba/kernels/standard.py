@@ -19,7 +19,7 @@ from fa2_numba.constants import FULL_MASK, NEG_INF, WARP_SIZE
 from fa2_numba.device.dtypes import FROM_FLOAT32
 from fa2_numba.device.mask import make_mask_scores
 from fa2_numba.device.products import make_accumulate_values, make_compute_scores
-from fa2_numba.device.softmax import finite_max, log_sum_exp, reciprocal
+from fa2_numba.device.softmax import finite_max, log_sum_exp, share
 from fa2_numba.device.tiles import (
     locate_head,
     make_load_tile,
@@ -104,7 +104,7 @@ def make_softmax(config: TileConfig):
                 l += cuda.shfl_xor_sync(FULL_MASK, l, 1 << step)
             for j_col in range(lane, seqlen_k, WARP_SIZE):
                 p = math.exp(S_gmem[batch, head, i_row, j_col] - finite_max(m))
-                P_gmem[batch, head, i_row, j_col] = p * reciprocal(l)
+                P_gmem[batch, head, i_row, j_col] = share(p, l)
             if lane == 0:
                 LSE_gmem[batch, head, i_row] = log_sum_exp(m, l)
 
