@@ -134,7 +134,9 @@ def test_runs_on_the_current_stream_without_synchronising(cupy):
         "{ long long start = clock64(); while (clock64() - start < cycles); }",
         "sleep",
     )
+    # Loading a kernel for the first time may wait for the device: load them all before.
     sleep((1,), (1,), (np.int64(1),))
+    late[...] = q
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         sleep((1,), (1,), (np.int64(1_000_000_000),))

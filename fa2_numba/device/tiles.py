@@ -79,22 +79,29 @@ def make_locate_element(config: TileConfig):
 
 @cache
 def make_load_tile(config: TileConfig, rows: int, dtype: str):
-    """`load_tile(tile_smem, X_gmem, batch, head, first_row)`: a block fills a tile."""
-    HEAD_DIM = config.head_dim
-    NUM_THREADS = config.num_threads
-    TILE_SIZE = rows * config.head_dim
+    """`load_tile(tile_smem, X_gmem, batch, head, first_row)`: a block fills a tile.
+
+    A warp loads a row at a time, neighbouring lanes neighbouring columns (coalesced).
+    """
+    HEAD_DIM, NUM_WARPS = config.head_dim, config.num_warps
+    LOAD_ROWS = rows // NUM_WARPS
+    LOAD_COLS = math.ceil(HEAD_DIM / WARP_SIZE)
     to_float32 = TO_FLOAT32[dtype]
 
     @device_function
     def load_tile(tile_smem, X_gmem, batch, head, first_row):
+        warp, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
         seqlen, head_dim = X_gmem.shape[1], X_gmem.shape[3]
-        for i in range(cuda.threadIdx.x, TILE_SIZE, NUM_THREADS):
-            row, d = i // HEAD_DIM, i % HEAD_DIM
-            x = float32(0.0)
-            if first_row + row < seqlen and d < head_dim:
-                x = to_float32(X_gmem[batch, first_row + row, head, d])
-            # Rows and columns past the end are zeros: what memory holds there never matters.
-            tile_smem[row, d] = x
+        for i in range(LOAD_ROWS):
+            row = warp + NUM_WARPS * i
+            for j in range(LOAD_COLS):
+                d = lane + WARP_SIZE * j
+                # Rows and columns past the end are zeros: what memory holds there never matters.
+                x = float32(0.0)
+                if first_row + row < seqlen and d < head_dim:
+                    x = to_float32(X_gmem[batch, first_row + row, head, d])
+                if d < HEAD_DIM:
+                    tile_smem[row, d] = x
 
     return load_tile
 
