@@ -222,8 +222,9 @@ class NumbaLibrary(NumpyLibrary):
     def layout(value: object) -> tuple[tuple, tuple, str, int | None, int]:
         """Shape, strides in bytes, dtype name, device and address of an array."""
         address = value.__cuda_array_interface__["data"][0]
-        device = value.gpu_data.context.device.id if value.size else 0
-        return value.shape, value.strides, value.dtype.name, device, address
+        # An empty array owns no memory that would say where it is.
+        context = value.gpu_data.context if value.size else cuda.current_context()
+        return value.shape, value.strides, value.dtype.name, context.device.id, address
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> object:
@@ -240,7 +241,7 @@ class NumbaLibrary(NumpyLibrary):
     @staticmethod
     def fill(value: object, number: float) -> None:
         """Set every element."""
-        value.copy_to_device(np.full(value.shape, number, value.dtype))
+        NumbaLibrary.copy_from_host(value, np.full(value.shape, number, value.dtype))
 
     @staticmethod
     def host_values(value: object) -> np.ndarray:
@@ -250,7 +251,8 @@ class NumbaLibrary(NumpyLibrary):
     @staticmethod
     def copy_from_host(value: object, host: np.ndarray) -> None:
         """Copy NumPy elements into the array."""
-        value.copy_to_device(np.ascontiguousarray(host))
+        if value.size:
+            value[:] = np.ascontiguousarray(host)
 
     @staticmethod
     def writable(value: object) -> bool:

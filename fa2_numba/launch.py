@@ -11,7 +11,7 @@ import numpy as np
 from cuda.core import Stream
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.cudadrv.driver import binding, driver
+from numba.cuda.cudadrv import driver as numba_driver
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import typeof
@@ -143,6 +143,7 @@ def _compiled(
     compiled = kernel.compile(types)
     if shared_bytes >= STATIC_SHARED_BYTES:
         function = compiled.library.get_cufunc()
-        attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device)
+        attributes = numba_driver.binding.CUfunction_attribute
+        attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        numba_driver.driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device)
     return compiled

@@ -240,6 +240,20 @@ def test_zero_sizes_launch_nothing(cupy, torch):
     assert (out.copy_to_host() == 0).all() and np.isneginf(lse.copy_to_host()).all()
 
 
+def test_strided_numba_output():
+    """Also where no kernel runs, and where the result comes from the simulator."""
+    host = random_qkv(1, 5, 7, 2, 2, 8, np.float32, seed=14)
+    q, k, v = (cuda.to_device(x) for x in host)
+    expected = flash_attn_func(q, k, v).copy_to_host()
+    for machine in ("gpu", Simulator(progress=False)):
+        out = cuda.to_device(np.full((1, 2, 5, 8), np.nan, np.float32)).transpose((0, 2, 1, 3))
+        assert flash_attn_func(q, k, v, out=out, machine=machine) is out
+        np.testing.assert_allclose(out.copy_to_host(), expected, rtol=1e-5, atol=1e-6)
+    no_keys = cuda.device_array((1, 0, 2, 8), np.float32)
+    flash_attn_func(q, no_keys, no_keys, out=out)
+    assert (out.copy_to_host() == 0).all()
+
+
 def test_second_gpu(cupy):
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("only one GPU here")
