@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from greenlet import greenlet
 from numba import cuda
+from numba.cuda import libdevice
 from numba.cuda.types import float16, float32, int32
 
 from fa2_numba.constants import FULL_MASK, KIB
@@ -24,6 +25,8 @@ from fa2_numba.simulator import (
     RaceError,
     RunTooLongError,
     SharedMemoryError,
+    SimulationError,
+    Simulator,
     ThreadError,
     UninitialisedReadError,
     WarpError,
@@ -548,22 +551,28 @@ def test_divergent_barrier(seed):
     assert "divergent barrier" in str(error)
     assert marked_line(divergent_barrier, "first") in str(error)
     assert marked_line(divergent_barrier, "second") in str(error)
+    for warp, mark in enumerate(("first", "second")):
+        place = re.escape(marked_line(divergent_barrier, mark))
+        who = rf"threads [\d, -]+ \(warp {warp}\) wait for syncthreads at {place}"
+        assert re.search(who, str(error))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "kernel, missing",
+    "kernel, missing, waiting, first",
     [
-        (barrier_in_a_divergent_loop, "0-31"),
-        (barrier_skipped_by_one_lane, "37"),
-        (exit_before_a_barrier, "60-63"),
+        (barrier_in_a_divergent_loop, "0-31 (warp 0)", "32-63 (warp 1)", 0),
+        (barrier_skipped_by_one_lane, "37 (warp 1)", "0-36, 38-63 (warps 0-1)", 37),
+        (exit_before_a_barrier, "60-63 (warp 1)", "0-59 (warps 0-1)", 60),
     ],
     ids=["divergent-loop", "one-lane-skips", "exit"],
 )
-def test_missing_barrier(kernel, missing, seed):
+def test_missing_barrier(kernel, missing, waiting, first, seed):
     error = refused(kernel, BarrierError, threads=64, seed=seed)
+    line = marked_line(kernel, "bad")
     assert f"threads {missing} have left the kernel" in str(error)
-    assert f"wait for syncthreads at {marked_line(kernel, 'bad')}" in str(error)
+    assert f"threads {waiting} wait for syncthreads at {line}" in str(error)
+    assert (error.thread, error.warp, error.lane) == ((first, 0, 0), first // 32, first % 32)
 
 
 # Warp-wide operations
@@ -625,7 +634,14 @@ def test_warp_operation(kernel, problem, seed):
     lines = [marked_line(kernel, "bad")]
     if kernel is different_operations:
         lines.append(marked_line(kernel, "bad too"))
-    assert any(line in str(error) for line in lines)
+    assert all(line in str(error) for line in lines)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_shuffle_in_vain_is_about_the_first_lane_that_never_comes(seed):
+    error = refused(exit_before_a_shuffle, WarpError, threads=64, seed=seed)
+    assert (error.thread, error.warp, error.lane) == ((40, 0, 0), 1, 8)
+    assert "threads 0-31, 40 (warps 0-1) have left the kernel" in str(error)
 
 
 # Exceptions in one thread
@@ -667,6 +683,26 @@ def unknown_operation(out):
     cuda.syncthreads()
 
 
+@cuda.jit
+def unknown_libdevice_function(out):
+    if cuda.threadIdx.x == 5:
+        out[0] = libdevice.rsqrtf(out[0])  # bad
+    cuda.syncthreads()
+
+
+rsqrtf = libdevice.rsqrtf
+
+
+@cuda.jit
+def unknown_libdevice_function_by_name(out):
+    if cuda.threadIdx.x == 5:
+        out[0] = rsqrtf(out[0])  # bad
+    cuda.syncthreads()
+
+
+UNKNOWN_LIBDEVICE = "NotImplementedError: the simulator does not know libdevice.rsqrtf"
+
+
 @cuda.jit(device=True)
 def broken_device_function(out):
     out[0] = (1, 2)[5]  # bad
@@ -694,6 +730,8 @@ def test_index_error_in_thread_5_of_64_before_a_barrier(seed):
         (division_by_zero, "ZeroDivisionError"),
         (failed_assertion, "AssertionError: five"),
         (unknown_operation, "NotImplementedError: the simulator does not know cuda.no_such_operat"),
+        (unknown_libdevice_function, UNKNOWN_LIBDEVICE),
+        (unknown_libdevice_function_by_name, UNKNOWN_LIBDEVICE),
     ],
     ids=lambda value: value.py_func.__name__ if hasattr(value, "py_func") else "",
 )
@@ -780,9 +818,58 @@ def test_static_and_dynamic_shared_memory_limit(capability, kib):
         run[1, 1, 0, (kib - 1) * KIB + 1](np.zeros(1, np.float32))
 
 
-def test_unknown_architecture_is_refused():
-    with pytest.raises(ValueError, match=r"compute_capability=\(6, 1\): must be one of 7\.5"):
-        simulate(dynamic_shared, compute_capability=(6, 1))
+@pytest.mark.parametrize(
+    "capability", [(6, 1), 9, 9.0, "9.0", (9,), (9, 0, 0), (9.0, 0), ([9], 0), None], ids=repr
+)
+def test_unknown_architecture_is_refused(capability):
+    with pytest.raises(ValueError) as caught:
+        simulate(dynamic_shared, compute_capability=capability)
+    start = f"compute_capability={capability!r}: must be one of 7.5, 8.0, "
+    assert str(caught.value).startswith(start)
+    assert str(caught.value).endswith(", as a pair like (9, 0)")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    "field, value, rule",
+    [
+        *(
+            ("max_seconds", value, "a positive number or None")
+            for value in (0, -1.0, np.nan, "60", True, (1,))
+        ),
+        *(("seed", value, "an integer or None") for value in (1.5, "1", True, (1,))),
+        *(("checks", value, "True or False") for value in (None, 1, "no")),
+        *(("progress", value, "True or False") for value in (None, 0, "no")),
+    ],
+    ids=repr,
+)
+def test_misfit_option_is_refused(field, value, rule):
+    with pytest.raises(ValueError) as caught:
+        Simulator(**{field: value})
+    assert str(caught.value) == f"{field}={value!r}: must be {rule}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_seconds": None},
+        {"max_seconds": 60},
+        {"max_seconds": np.float32(60)},
+        {"max_seconds": float("inf")},
+        {"seed": -1},
+        {"seed": np.int64(3)},
+        {"compute_capability": [8, 6]},
+        {"compute_capability": (np.int32(8), np.int32(6))},
+        {"checks": np.bool_(True)},
+    ],
+    ids=str,
+)
+def test_options_that_fit_run(options):
+    out = np.zeros(1)
+    simulate(two_arguments, **options)[2, 32](out, 3.0)
+    assert out[0] == 3.0
 
 
 # Launches
@@ -810,13 +897,27 @@ def two_arguments(out, scale=2.0):
         (1,),
         (1, 1, 0, 0, 0),
         (1, 1, 0, -4),
+        (1, 1, 0, "a"),
+        (1, 1, 0, 4.0),
+        (1, 1, 0, None),
+        ("a", 1),
+        (1, None),
         4,
     ],
-    ids=str,
+    ids=repr,
 )
 def test_misfit_launch_shape(config):
-    with pytest.raises(LaunchError):
+    with pytest.raises(LaunchError, match="kernel two_arguments") as caught:
         simulate(two_arguments)[config](np.zeros(1), 1.0)
+    assert caught.value.kernel == "two_arguments"
+
+
+@pytest.mark.parametrize("kernel", [5, None, "kernel", print, float32], ids=str)
+def test_what_is_no_kernel_is_refused(kernel):
+    with pytest.raises(LaunchError, match=r"^kernel .*: must be a function, with or without @cuda"):
+        simulate(kernel)
+    with pytest.raises(LaunchError, match="must be a function"):
+        Simulator().launch(kernel, 1, 1, 0, ())
 
 
 @pytest.mark.parametrize("block", [1024, (32, 32), (1, 1024), (4, 4, 64)], ids=str)
@@ -828,8 +929,11 @@ def test_largest_blocks_run(block):
 
 @pytest.mark.parametrize("arguments", [(), (np.zeros(1), 1.0, 2.0)], ids=["none", "three"])
 def test_wrong_argument_count(arguments):
-    with pytest.raises(LaunchError, match=rf"two_arguments takes 2 .*, got {len(arguments)}"):
+    with pytest.raises(
+        LaunchError, match=rf"two_arguments takes 2 .*, got {len(arguments)}"
+    ) as caught:
         simulate(two_arguments)[1, 1](*arguments)
+    assert caught.value.kernel == "two_arguments"
 
 
 def test_device_array_is_refused():
@@ -876,16 +980,117 @@ def test_an_endless_loop_is_ended(kernel, checks):
     ) as caught:
         simulate(kernel, checks=checks, max_seconds=1)[1, 32](np.zeros(64, np.float32))
     assert 1.0 <= time.perf_counter() - start < 2.0
+    assert caught.value.kernel == kernel.py_func.__name__
     if kernel is endless_loop:
         assert f"and was at {marked_line(endless_loop, 'bad')}" in str(caught.value)
 
 
 def test_no_interruption_outlives_its_launch():
     ended = 0
-    for step in range(200):
+    for step in range(1, 201):
         try:
             simulate(slow_block, max_seconds=0.00002 * step)[1, 1](np.zeros(64, np.float32))
         except RunTooLongError:
             ended += 1
     assert 0 < ended < 200
     time.sleep(0.6)
+
+
+# What every error carries
+
+ABOUT_5 = ((5, 0, 0), 0, 5)
+ABOUT_NO_THREAD = (None, None, None)
+
+
+@cuda.jit
+def too_much_shared(out):
+    if cuda.threadIdx.x == 5:
+        tile = cuda.shared.array(12 * KIB + 1, float32)  # bad
+        tile[0] = out[0]
+
+
+@cuda.jit
+def race_of_5(out):
+    tile = cuda.shared.array(1, float32)
+    if cuda.threadIdx.x == 4:
+        tile[0] = out[0]  # first
+    if cuda.threadIdx.x == 5:
+        tile[0] = out[1]  # second
+
+
+@cuda.jit
+def reads_unwritten(out):
+    tile = cuda.shared.array(1, float32)
+    if cuda.threadIdx.x == 5:
+        out[0] = tile[0]  # bad
+
+
+@cuda.jit
+def shuffle_without_5(out):
+    if cuda.threadIdx.x != 5:
+        cuda.syncwarp()  # bad
+
+
+@cuda.jit
+def barrier_without_5(out):
+    if cuda.threadIdx.x != 5:
+        cuda.syncthreads()  # bad
+
+
+@cuda.jit
+def barriers_of_two_kinds(out):
+    if cuda.threadIdx.x < 5:
+        cuda.syncthreads()  # first
+    else:
+        cuda.syncthreads()  # second
+
+
+@cuda.jit
+def votes_of_two_kinds(out):
+    if cuda.threadIdx.x < 5:
+        cuda.any_sync(FULL_MASK, True)  # first
+    else:
+        cuda.all_sync(FULL_MASK, True)  # second
+
+
+ERRORS = [
+    (OutOfBoundsError, global_past_the_end, (0, 0, 0), ABOUT_5, ["bad"]),
+    (UninitialisedReadError, reads_unwritten, (0, 0, 0), ABOUT_5, ["bad"]),
+    (RaceError, race_of_5, (0, 0, 0), ABOUT_5, ["first", "second"]),
+    (BarrierError, barrier_without_5, (0, 0, 0), ABOUT_5, ["bad"]),
+    (BarrierError, barriers_of_two_kinds, (0, 0, 0), ABOUT_5, ["first", "second"]),
+    (WarpError, shuffle_without_5, (0, 0, 0), ABOUT_5, ["bad"]),
+    (WarpError, votes_of_two_kinds, (0, 0, 0), ABOUT_5, ["first", "second"]),
+    (SharedMemoryError, too_much_shared, (0, 0, 0), ABOUT_5, ["bad"]),
+    (ThreadError, tuple_index_error, (0, 0, 0), ABOUT_5, ["bad"]),
+    (LaunchError, two_arguments, None, ABOUT_NO_THREAD, []),
+    (RunTooLongError, endless_loop, None, ABOUT_NO_THREAD, ["bad"]),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, kernel, block, about, marks",
+    ERRORS,
+    ids=[f"{kind.__name__}-{kernel.py_func.__name__}" for kind, kernel, *_ in ERRORS],
+)
+def test_every_error_carries_what_it_is_about(kind, kernel, block, about, marks):
+    arguments = () if kernel is two_arguments else (np.zeros(64, np.float32),)
+    with pytest.raises(SimulationError) as caught:
+        simulate(kernel, max_seconds=1, progress=False)[1, 32](*arguments)
+    error = caught.value
+    assert type(error) is kind
+    assert (error.kernel, error.block) == (kernel.py_func.__name__, block)
+    assert (error.thread, error.warp, error.lane) == about
+    lines = [f"test_simulator_refusals.py:{number}:" for number in error.lines]
+    assert lines == [marked_line(kernel, mark) for mark in marks]
+    assert list(dict.fromkeys(re.findall(r"test_simulator_refusals\.py:\d+:", str(error)))) == lines
+
+
+def test_the_table_of_errors_has_every_class():
+    assert {kind for kind, *_ in ERRORS} == set(SimulationError.__subclasses__())
+
+
+def test_an_error_about_nothing_carries_none():
+    error = SimulationError("?")
+    assert (error.kernel, error.block, error.thread, error.warp, error.lane) == (None,) * 5
+    assert error.lines == ()

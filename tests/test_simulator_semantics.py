@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import cuda
-from numba.cuda import atomic, blockIdx, grid, local, shared, syncthreads, threadIdx
+from numba.cuda import atomic, blockIdx, grid, libdevice, local, shared, syncthreads, threadIdx
 from numba.cuda.types import (
     bfloat16,
     float16,
@@ -397,6 +397,31 @@ def test_atomics_change_the_element_and_return_the_old_one(dtype):
 
 
 @cuda.jit
+def swaps_element_0(a, b, old):
+    old[0] = cuda.atomic.compare_and_swap(a, 3, 9)
+    old[1] = cuda.atomic.compare_and_swap(b, 4, 9)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
+def test_compare_and_swap_changes_element_0_if_it_is_as_expected(dtype):
+    a, b, old = np.full(2, 3, dtype), np.full(2, 3, dtype), np.zeros(2, dtype)
+    run(swaps_element_0, a, b, old, threads=1)
+    assert (a.tolist(), b.tolist(), old.tolist()) == ([9, 3], [3, 3], [3, 3])
+
+
+@cuda.jit
+def takes_a_ticket(out, lock):
+    if cuda.atomic.compare_and_swap(lock, 0, 1) == 0:
+        cuda.atomic.add(out, 0, 1)
+
+
+def test_compare_and_swap_lets_one_thread_in():
+    out, lock = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    assert run(takes_a_ticket, out, lock, threads=64)[0] == 1
+    assert lock[0] == 1
+
+
+@cuda.jit
 def atomics_that_wrap(a, b):
     cuda.atomic.add(a, 0, 1)
     cuda.atomic.sub(a, 1, 1)
@@ -601,6 +626,49 @@ def test_float_literals_arguments_and_globals_are_float64():
 def test_a_float32_argument_stays_float32():
     x = np.array([1.0, 2.0**-30], np.float32)
     assert not run(literal_types, np.zeros(6, np.bool_), x, np.float32(1.0), threads=1)[1]
+
+
+@cuda.jit
+def floats_that_meet_integers(out, x, three):
+    # 1 + 2**-30 is 1 in float32 and not in float64, where compiled Numba computes the first three.
+    i = cuda.blockDim.x
+    out[0] = (x[0] * i + x[1]) != x[0]
+    out[1] = (x[0] * (i / i) + x[1]) != x[0]
+    out[2] = (x[0] + x[1] + three - three) != x[0]
+    out[3] = (x[0] * float32(i) + x[1]) != x[0]
+
+
+def test_known_limit_a_float32_that_meets_an_integer_stays_float32():
+    x = np.array([1.0, 2.0**-30], np.float32)
+    out = run(floats_that_meet_integers, np.ones(4, np.bool_), x, 3, threads=1)
+    assert out.tolist() == [False] * 4
+
+
+@cuda.jit
+def integer_quotient(out, x):
+    i = cuda.blockDim.x
+    out[0] = x[0] * (i / 3)
+    out[1] = x[0] * (float32(i) / float32(3.0))
+
+
+def test_known_limit_an_integer_quotient_yields_to_float32():
+    x = np.array([0.1], np.float32)
+    out = run(integer_quotient, np.zeros(2), x, threads=1)
+    assert out.tolist() == [float(x[0] * np.float32(1 / 3))] * 2
+    assert out[0] != float(x[0]) * (1 / 3)  # what compiled Numba stores
+
+
+@cuda.jit
+def bits_as_numbers(out, x):
+    out[0] = libdevice.int_as_float(0x3FC00000) == float32(1.5)
+    out[1] = libdevice.int_as_float(-(2**31) + 0x3FC00000) == float32(-1.5)
+    out[2] = libdevice.float_as_int(x[0]) == 0x3FC00000
+    out[3] = libdevice.float_as_int(-x[0]) == -(2**31) + 0x3FC00000
+
+
+def test_libdevice_bit_casts():
+    out = run(bits_as_numbers, np.zeros(4, np.bool_), np.array([1.5], np.float32), threads=1)
+    assert out.all()
 
 
 @cuda.jit

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -19,20 +18,23 @@ from fa2_numba.simulator.errors import BarrierError, SimulationError, ThreadErro
 from fa2_numba.simulator.memory import BlockMemory, SharedArray, Stamp
 from fa2_numba.simulator.source import (
     MARKER,
+    Place,
     call_chain,
     describe_line,
-    kernel_frame,
+    kernel_place,
+    line_number,
     ranges,
 )
 
 Index = tuple[int, int, int]
-Chain = tuple[tuple[CodeType, int], ...]
 
 
 class Waiting:
     """What a parked thread waits for, and where it stands."""
 
-    def __init__(self, operation: str, chain: Chain, value: object = None, mask: int = 0) -> None:
+    def __init__(
+        self, operation: str, chain: tuple[Place, ...], value: object = None, mask: int = 0
+    ) -> None:
         self.operation = operation
         self.chain = chain
         self.value = value
@@ -82,12 +84,9 @@ class Thread(greenlet):
         self.unwritten = (array, index, stamp, granule)
         self.park(Waiting("the writer of what it read", call_chain()))
 
-    def stands(self, stamp: Stamp | None = None) -> str:
+    def stands(self, place: Place, doing: str = "") -> str:
         """`thread (5, 0, 0) (warp 0, lane 5) at file.py:12: text`."""
-        if stamp is None:
-            frame = kernel_frame()
-            return f"{self} at {describe_line(frame.f_code, frame.f_lasti)}"
-        return f"{self} at {describe_line(stamp[2], stamp[3])}"
+        return f"{self} {doing}at {describe_line(*place)}"
 
     def __str__(self) -> str:
         return f"thread {self.index} (warp {self.warp.number}, lane {self.lane})"
@@ -114,12 +113,10 @@ class Warp:
         mask &= (1 << WARP_SIZE) - 1
         if not mask >> thread.lane & 1:
             what = f"{operation} by a lane that its own mask {mask:#010x} leaves out"
-            raise thread.block.error(WarpError, what, [thread.stands()])
+            raise thread.block.error_here(WarpError, what)
         here = self.meetings.setdefault(mask, [])
         if here and here[0].waiting.operation != operation:
-            what = f"lanes of one mask {mask:#010x} meet in different operations"
-            lines = [f"{here[0]} is in {here[0].waiting.operation}", f"{thread.stands()}"]
-            raise thread.block.error(WarpError, what, lines)
+            raise self._misfit(mask, here[0], operation)
         here.append(thread)
         expected = [t for t in self.threads if mask >> t.lane & 1]
         if len(here) < len(expected):
@@ -133,6 +130,17 @@ class Warp:
         result = combine(values)
         thread.block.release(here, thread, result)
         return result
+
+    @staticmethod
+    def _misfit(mask: int, first: Thread, operation: str) -> Exception:
+        thread = getcurrent()
+        places = [first.waiting.chain[0], kernel_place()]
+        details = [
+            first.stands(places[0], f"is in {first.waiting.operation} "),
+            thread.stands(places[1], f"is in {operation} "),
+        ]
+        what = f"lanes of one mask {mask:#010x} meet in different operations"
+        return thread.block.error(WarpError, what, details, places)
 
 
 class Block:
@@ -198,7 +206,7 @@ class Block:
         if first is not thread and first.waiting.chain != waiting.chain:
             what = "divergent barrier: threads of one block wait at different barriers"
             thread.waiting = waiting
-            raise self.error(BarrierError, what, self._who_waits_where())
+            raise self._waiting_error(BarrierError, what, thread)
         if len(self.at_barrier) < len(self.threads):
             return thread.park(waiting)
         here, self.at_barrier = self.at_barrier, []
@@ -214,29 +222,39 @@ class Block:
                 thread.release(result)
 
     def error(
-        self, kind: type, what: str, lines: list[str], thread: Thread | None = None
+        self,
+        kind: type,
+        what: str,
+        details: list[str],
+        places: Iterable[Place],
+        thread: Thread | None = None,
     ) -> Exception:
         """An error that says what is wrong in which kernel and block, then who and where.
 
-        It is about `thread`, or else about the running one if there is one.
+        `places` are the ones that `details` name. It is about `thread`, or else the running one.
         """
         head = f"{what}, in kernel {self.kernel}, block {self.index}"
-        error = kind("\n  ".join([head, *lines]))
-        error.kernel, error.block = self.kernel, self.index
+        error = kind("\n  ".join([head, *details]))
         thread = getcurrent() if thread is None else thread
-        if isinstance(thread, Thread):
-            error.thread, error.warp, error.lane = thread.index, thread.warp.number, thread.lane
+        error.kernel, error.block, error.thread = self.kernel, self.index, thread.index
+        error.warp, error.lane = thread.warp.number, thread.lane
+        error.lines = tuple(dict.fromkeys(line_number(*place) for place in places))
         return error
+
+    def error_here(self, kind: type, what: str) -> Exception:
+        """An error about the running thread, where it stands."""
+        place = kernel_place()
+        return self.error(kind, what, [getcurrent().stands(place)], [place])
 
     def _shuffled(self, threads: list[Thread]) -> list[Thread]:
         return self.rng.sample(threads, len(threads)) if self.rng else threads
 
     def _thread_error(self, thread: Thread, exception: Exception) -> ThreadError:
-        place = describe_traceback(exception)
+        place = raised_at(exception)
         what = f"{type(exception).__name__}: {exception}"
-        return self.error(
-            ThreadError, what, [f"{thread} at {place}" if place else str(thread)], thread
-        )
+        if place is None:
+            return self.error(ThreadError, what, [str(thread)], [], thread)
+        return self.error(ThreadError, what, [thread.stands(place)], [place], thread)
 
     def _stuck(self) -> SimulationError:
         for thread in self.threads:
@@ -250,9 +268,14 @@ class Block:
                     f"{here[0].waiting.operation} with mask {mask:#010x} waits for lanes "
                     f"{ranges([t.lane for t in missing])} of warp {warp.number}, which never come"
                 )
-                return self.error(WarpError, what, self._who_waits_where())
+                return self._waiting_error(WarpError, what, missing[0])
         what = "barrier that some threads of the block never reach"
-        return self.error(BarrierError, what, self._who_waits_where())
+        missing = [thread for thread in self.threads if thread not in self.at_barrier]
+        return self._waiting_error(BarrierError, what, missing[0])
+
+    def _waiting_error(self, kind: type, what: str, thread: Thread) -> Exception:
+        places = [other.waiting.chain[0] for other in self.threads if other.waiting]
+        return self.error(kind, what, self._who_waits_where(), dict.fromkeys(places), thread)
 
     def _who_waits_where(self) -> list[str]:
         places: dict[str, list[int]] = {}
@@ -263,7 +286,13 @@ class Block:
             else:
                 place = "have left the kernel" if thread.dead else "are ready to run"
             places.setdefault(place, []).append(thread.number)
-        return [f"threads {ranges(numbers)} {place}" for place, numbers in places.items()]
+        return [f"{_with_warps(numbers)} {place}" for place, numbers in places.items()]
+
+
+def _with_warps(threads: list[int]) -> str:
+    """`threads 0-39 (warps 0-1)`."""
+    warps = sorted({number // WARP_SIZE for number in threads})
+    return f"threads {ranges(threads)} (warp{'s' * (len(warps) > 1)} {ranges(warps)})"
 
 
 def order(threads: list[Thread]) -> None:
@@ -280,13 +309,13 @@ def order(threads: list[Thread]) -> None:
         thread.seen = seen
 
 
-def describe_traceback(exception: BaseException) -> str:
-    """The innermost kernel line an exception passed through."""
-    place = ""
+def raised_at(exception: BaseException) -> Place | None:
+    """The innermost kernel instruction that an exception passed through."""
+    place = None
     traceback = exception.__traceback__
     while traceback:
         frame = traceback.tb_frame
         if MARKER in frame.f_globals:
-            place = describe_line(frame.f_code, traceback.tb_lasti)
+            place = frame.f_code, traceback.tb_lasti
         traceback = traceback.tb_next
     return place

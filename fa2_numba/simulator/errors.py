@@ -1,8 +1,30 @@
-"""What the simulator refuses. Every error names the kernel, block, warp, thread and source line."""
+"""What the simulator refuses.
+
+A message says what is wrong, then who did it and where, each with its source line. The same facts
+are attributes of the error, so far as it is about them: a launch that cannot be has no block, and a
+run that takes too long is no one thread's mistake.
+"""
 
 
 class SimulationError(Exception):
-    """A kernel did something that CUDA leaves undefined, or that hardware punishes."""
+    """A kernel did something that CUDA leaves undefined, or that hardware punishes.
+
+    kernel: the name of the kernel.
+    block: the block's index in the grid, (x, y, z).
+    thread, warp, lane: the thread's index in its block, (x, y, z), the number of its warp, and its
+        lane there. Of two threads that collide it is the later one; where threads wait in vain, the
+        first that never comes.
+    lines: the numbers of the source lines that the message names, each once.
+
+    None, or no lines, stands for what the error is not about.
+    """
+
+    kernel: str | None = None
+    block: tuple[int, int, int] | None = None
+    thread: tuple[int, int, int] | None = None
+    warp: int | None = None
+    lane: int | None = None
+    lines: tuple[int, ...] = ()
 
 
 class OutOfBoundsError(SimulationError, IndexError):
@@ -26,11 +48,11 @@ class WarpError(SimulationError):
 
 
 class SharedMemoryError(SimulationError):
-    """More shared memory than a block of this architecture can have, or a misfit view of it."""
+    """More shared memory than a block of this architecture can have."""
 
 
 class LaunchError(SimulationError, ValueError):
-    """A grid, block or argument that no launch can have."""
+    """A kernel, grid, block or argument that no launch can have; names the kernel if it is one."""
 
 
 class ThreadError(SimulationError):
@@ -38,4 +60,4 @@ class ThreadError(SimulationError):
 
 
 class RunTooLongError(SimulationError):
-    """The run would take longer than the limit; the message gives the estimate."""
+    """The run takes, or would take, longer than the limit; names the kernel, and where it was."""

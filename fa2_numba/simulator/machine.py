@@ -308,7 +308,7 @@ def _shuffle(operation: str, mask: int, value: object, source: int) -> object:
     takes_part = mask >> source & 1 and source < len(thread.warp.threads)
     if not takes_part:
         what = f"{operation} reads lane {source}, which takes no part in it (mask {mask:#x})"
-        raise thread.block.error(WarpError, what, [thread.stands()])
+        raise thread.block.error_here(WarpError, what)
     return thread.warp.meet(operation, mask, value)[source]
 
 

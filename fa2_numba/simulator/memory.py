@@ -23,9 +23,9 @@ from fa2_numba.simulator.errors import (
     UninitialisedReadError,
 )
 from fa2_numba.simulator.source import (
-    describe_line,
+    Place,
     kernel_frame,
-    line_number,
+    kernel_place,
     stored_name,
 )
 from fa2_numba.simulator.values import cast_to
@@ -121,8 +121,7 @@ class SimulatedArray:
         return type(self)(values, elements, self._view_name())
 
     def _view_name(self) -> _Name:
-        frame = kernel_frame()
-        return _Name((frame.f_code, frame.f_lasti), self.name)
+        return _Name(kernel_place(), self.name)
 
     def _refuse_outside(self, index: tuple) -> None:
         if len(index) > self.ndim:
@@ -144,9 +143,8 @@ class SimulatedArray:
 
     def error(self, kind: type, index: tuple, problem: str) -> Exception:
         """An error of class `kind` about this element, naming thread and line."""
-        thread = getcurrent()
         what = f"{problem} {self.space} array {self.element_name(index)} of shape {self.shape}"
-        return thread.block.error(kind, what, [thread.stands()])
+        return getcurrent().block.error_here(kind, what)
 
 
 class GlobalArray(SimulatedArray):
@@ -168,7 +166,7 @@ class LocalArray(SimulatedArray):
         self.written = written
 
     @classmethod
-    def allocate(cls, shape: object, dtype: np.dtype, site: tuple[CodeType, int]) -> LocalArray:
+    def allocate(cls, shape: object, dtype: np.dtype, site: Place) -> LocalArray:
         """Fresh, unwritten elements; `site` is the instruction that asked for them."""
         values = np.empty(shape, dtype)
         elements = np.arange(values.size).reshape(values.shape)
@@ -302,25 +300,25 @@ class SharedArray(SimulatedArray):
         if writer is not None and writer[0] is not reader[0]:
             return self.race(index, writer, "writes", reader, "read")
         what = f"read of shared array {self.element_name(index)} that nothing wrote"
-        lines = [reader[0].stands(reader)]
-        return reader[0].block.error(UninitialisedReadError, what, lines, reader[0])
+        thread, _, *place = reader
+        return thread.block.error(
+            UninitialisedReadError, what, [thread.stands(place)], [place], thread
+        )
 
     def race(self, index: tuple, now: Stamp, does: str, before: Stamp, did: str) -> RaceError:
         """The error about two accesses that no barrier orders."""
         what = f"race on shared array {self.element_name(index)}: no barrier orders two accesses"
-        lines = [
-            f"{stamp[0]} {verb} it at {describe_line(stamp[2], stamp[3])}"
-            for stamp, verb in ((before, did), (now, does))
+        details = [
+            before[0].stands(before[2:], f"{did} it "),
+            now[0].stands(now[2:], f"{does} it "),
         ]
-        error = now[0].block.error(RaceError, what, lines, now[0])
-        error.lines = tuple(line_number(stamp[2], stamp[3]) for stamp in (before, now))
-        return error
+        return now[0].block.error(RaceError, what, details, [before[2:], now[2:]], now[0])
 
 
 class _Name:
     """The variable an array was stored in, found in the bytecode only when an error needs it."""
 
-    def __init__(self, site: tuple[CodeType, int], fallback: object) -> None:
+    def __init__(self, site: Place, fallback: object) -> None:
         self.site = site
         self.fallback = fallback
 
@@ -396,7 +394,7 @@ class BlockMemory:
         self.static_bytes = 0
         self._arrays: dict[tuple, object] = {}
 
-    def array(self, shape: object, dtype: np.dtype, site: tuple[CodeType, int]) -> object:
+    def array(self, shape: object, dtype: np.dtype, site: Place) -> object:
         """`cuda.shared.array`: every thread that passes `site` gets the same array."""
         shape = shape if isinstance(shape, tuple) else (shape,)
         key = (id(site[0]), site[1])
@@ -405,10 +403,10 @@ class BlockMemory:
             self._arrays[key] = make(shape, dtype, site)
         return self._arrays[key]
 
-    def _dynamic_array(self, shape: object, dtype: np.dtype, site: tuple[CodeType, int]) -> object:
+    def _dynamic_array(self, shape: object, dtype: np.dtype, site: Place) -> object:
         return self._view(self.dynamic, dtype, (self.dynamic_bytes // dtype.itemsize,), site)
 
-    def _static_array(self, shape: tuple, dtype: np.dtype, site: tuple[CodeType, int]) -> object:
+    def _static_array(self, shape: tuple, dtype: np.dtype, site: Place) -> object:
         size = int(np.prod(shape)) * dtype.itemsize
         self.static_bytes += size
         if self.static_bytes > self.static_limit:
@@ -429,5 +427,4 @@ class BlockMemory:
 
 
 def _too_much(what: str) -> Exception:
-    thread = getcurrent()
-    return thread.block.error(SharedMemoryError, what, [thread.stands()])
+    return getcurrent().block.error_here(SharedMemoryError, what)

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral, Real
+from types import FunctionType
 
 import numpy as np
 from numba.cuda.dispatcher import CUDADispatcher
@@ -23,10 +25,11 @@ from fa2_numba.constants import (
     SHARED_BYTES_PER_BLOCK,
     STATIC_SHARED_BYTES,
 )
-from fa2_numba.simulator.engine import Block, Index, describe_traceback
-from fa2_numba.simulator.errors import LaunchError, RunTooLongError
+from fa2_numba.simulator.engine import Block, Index, raised_at
+from fa2_numba.simulator.errors import LaunchError, RunTooLongError, SimulationError
 from fa2_numba.simulator.memory import BlockMemory, GlobalArray, plain
 from fa2_numba.simulator.retarget import retarget
+from fa2_numba.simulator.source import describe_line, line_number
 from fa2_numba.simulator.values import scalar_value
 
 PROGRESS_DELAY_SECONDS = 3.0
@@ -52,11 +55,18 @@ class Simulator:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if tuple(self.compute_capability) not in SHARED_BYTES_PER_BLOCK:
-            known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_BYTES_PER_BLOCK)
-            raise ValueError(
-                f"compute_capability={self.compute_capability}: must be one of {known}"
-            )
+        known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_BYTES_PER_BLOCK)
+        rules = {
+            "checks": (_is_bool, "True or False"),
+            "seed": (_is_seed, "an integer or None"),
+            "compute_capability": (_is_capability, f"one of {known}, as a pair like (9, 0)"),
+            "max_seconds": (_is_limit, "a positive number or None"),
+            "progress": (_is_bool, "True or False"),
+        }
+        for field, (holds, rule) in rules.items():
+            value = getattr(self, field)
+            if not holds(value):
+                raise ValueError(f"{field}={value!r}: must be {rule}")
 
     @property
     def shared_bytes_per_block(self) -> int:
@@ -67,25 +77,20 @@ class Simulator:
         self, kernel: object, grid: object, block: object, shared_bytes: int, arguments: tuple
     ) -> None:
         """Run every block of the grid; array arguments are changed in place."""
-        function = kernel.py_func if isinstance(kernel, CUDADispatcher) else kernel
-        grid, dim = _launch_shape(function.__name__, grid, block)
-        if not 0 <= shared_bytes <= self.shared_bytes_per_block:
-            raise LaunchError(
-                f"{shared_bytes} bytes of dynamic shared memory for kernel {function.__name__}: "
-                f"a block of compute capability {self.compute_capability} has 0 to "
-                f"{self.shared_bytes_per_block}"
-            )
+        function = _kernel_function(kernel)
+        name, simulated = function.__name__, retarget(function)
+        grid, dim = _launch_shape(name, grid, block)
+        self._check_shared_bytes(name, shared_bytes)
         values = _simulated_arguments(function, arguments, self.checks)
-        rng = None if self.seed is None else random.Random(self.seed)
+        rng = None if self.seed is None else random.Random(int(self.seed))
         bar = tqdm(
             total=math.prod(grid),
-            desc=f"simulating {function.__name__}",
+            desc=f"simulating {name}",
             unit="block",
             delay=PROGRESS_DELAY_SECONDS,
             leave=False,
             disable=not self.progress,
         )
-        name, simulated = function.__name__, retarget(function)
         watch = _Watch(name, math.prod(grid), self.max_seconds)
         try:
             with bar, watch:
@@ -98,6 +103,33 @@ class Simulator:
                     bar.update()
         except _TimeUp as interruption:
             watch.time_up(interruption)
+
+    def _check_shared_bytes(self, kernel: str, size: object) -> None:
+        limit = self.shared_bytes_per_block
+        if not hasattr(size, "__index__") or not 0 <= size <= limit:
+            raise _error(
+                LaunchError,
+                kernel,
+                f"{size!r} bytes of dynamic shared memory for kernel {kernel}: a block of compute "
+                f"capability {self.compute_capability} has a whole number of them, 0 to {limit}",
+            )
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
+def _is_seed(value: object) -> bool:
+    return value is None or (isinstance(value, Integral) and not _is_bool(value))
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, Real) and not _is_bool(value) and value > 0)
+
+
+def _is_capability(value: object) -> bool:
+    is_pair = isinstance(value, (tuple, list)) and all(isinstance(x, Integral) for x in value)
+    return is_pair and tuple(value) in SHARED_BYTES_PER_BLOCK
 
 
 class _TimeUp(BaseException):
@@ -114,7 +146,7 @@ class _Watch:
     def __init__(self, kernel: str, blocks: int, max_seconds: float | None) -> None:
         self.kernel = kernel
         self.blocks = blocks
-        self.limit = math.inf if max_seconds is None else max_seconds
+        self.limit = math.inf if max_seconds is None else float(max_seconds)
         self.start = time.perf_counter()
         self.done = 0
         self._ended = threading.Event()
@@ -142,10 +174,11 @@ class _Watch:
     def time_up(self, interruption: _TimeUp) -> None:
         """Say where the launch was. It may have been in `__exit__`, so that is done again."""
         self.__exit__()
-        place = describe_traceback(interruption)
+        place = raised_at(interruption)
         self._refuse(
             f"has run {self.limit:g} s with {self.done} of {self.blocks} blocks done"
-            + (f" and was at {place}" if place else "")
+            + (f" and was at {describe_line(*place)}" if place else ""),
+            (line_number(*place),) if place else (),
         )
 
     def finished_block(self) -> None:
@@ -156,11 +189,15 @@ class _Watch:
         if elapsed > min(FIRST_ESTIMATE_SECONDS, self.limit / 2) and estimate > self.limit:
             self._refuse(f"would take about {estimate:.0f} s for its {self.blocks} blocks")
 
-    def _refuse(self, why: str) -> None:
-        raise RunTooLongError(
+    def _refuse(self, why: str, lines: tuple[int, ...] = ()) -> None:
+        error = _error(
+            RunTooLongError,
+            self.kernel,
             f"kernel {self.kernel} {why}; the limit is max_seconds={self.limit:g}. Use a smaller "
-            "problem, checks=False, or max_seconds=None to run it all the same"
+            "problem, checks=False, or max_seconds=None to run it all the same",
         )
+        error.lines = lines
+        raise error
 
 
 class ConfiguredSimulation:
@@ -168,8 +205,12 @@ class ConfiguredSimulation:
 
     def __init__(self, simulator: Simulator, kernel: object, config: object) -> None:
         if not isinstance(config, tuple) or not 2 <= len(config) <= 4:
-            raise LaunchError(
-                f"launch configuration {config}: must be [grid, block, stream, shared_bytes]"
+            name = _kernel_function(kernel).__name__
+            raise _error(
+                LaunchError,
+                name,
+                f"launch configuration {config!r} of kernel {name}: must be [grid, block], "
+                "[grid, block, stream] or [grid, block, stream, shared_bytes]",
             )
         self._simulator = simulator
         self._kernel = kernel
@@ -185,6 +226,7 @@ class Simulation:
     """What `simulate` returns: index it with a launch configuration."""
 
     def __init__(self, simulator: Simulator, kernel: object) -> None:
+        _kernel_function(kernel)  # refuses what is no kernel
         self._simulator = simulator
         self._kernel = kernel
 
@@ -200,29 +242,44 @@ def simulate(kernel: Callable, **options: object) -> Simulation:
     The launch configuration is Numba's; the stream is ignored. NumPy array arguments are changed in
     place. `options` are the fields of `Simulator`. Raises a `SimulationError` that names the thread
     and the source line where the kernel does what a GPU leaves undefined.
+
+    Two limits: races are looked for in shared memory only, not in global memory. And a thread that
+    waits in a loop for another one gives it a turn if the loop has an atomic operation or a
+    `nanosleep`; one that reads plain memory again and again runs until `max_seconds` ends it.
     """
     return Simulation(Simulator(**options), kernel)
 
 
+def _kernel_function(kernel: object) -> FunctionType:
+    function = kernel.py_func if isinstance(kernel, CUDADispatcher) else kernel
+    if not isinstance(function, FunctionType):
+        raise LaunchError(f"kernel {kernel!r}: must be a function, with or without @cuda.jit")
+    return function
+
+
+def _error(kind: type, kernel: str, what: str) -> SimulationError:
+    error = kind(what)
+    error.kernel = kernel
+    return error
+
+
 def _launch_shape(kernel: str, grid: object, block: object) -> tuple[Index, Index]:
-    grid, block = _three("grid", grid), _three("block", block)
+    grid, block = _three(kernel, "grid", grid), _three(kernel, "block", block)
     if math.prod(block) > MAX_THREADS_PER_BLOCK or block[2] > 64:
-        raise LaunchError(
-            f"block {block} of kernel {kernel}: at most {MAX_THREADS_PER_BLOCK} threads, "
-            "at most 64 in z"
-        )
+        rule = f"at most {MAX_THREADS_PER_BLOCK} threads, at most 64 in z"
+        raise _error(LaunchError, kernel, f"block {block} of kernel {kernel}: {rule}")
     if grid[0] > MAX_GRID_X or max(grid[1:]) > MAX_GRID_YZ:
-        raise LaunchError(
-            f"grid {grid} of kernel {kernel}: at most {MAX_GRID_X} in x, {MAX_GRID_YZ} in y and z"
-        )
+        rule = f"at most {MAX_GRID_X} in x, {MAX_GRID_YZ} in y and z"
+        raise _error(LaunchError, kernel, f"grid {grid} of kernel {kernel}: {rule}")
     return grid, block
 
 
-def _three(what: str, shape: object) -> Index:
+def _three(kernel: str, what: str, shape: object) -> Index:
     axes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
     whole = all(hasattr(axis, "__index__") and axis > 0 for axis in axes)
     if not 1 <= len(axes) <= 3 or not whole:
-        raise LaunchError(f"{what} {shape!r}: must be one to three positive integers")
+        rule = "must be one to three positive integers"
+        raise _error(LaunchError, kernel, f"{what} {shape!r} of kernel {kernel}: {rule}")
     return (*map(int, axes), 1, 1)[:3]
 
 
@@ -241,19 +298,23 @@ def _simulated_arguments(function: Callable, arguments: tuple, checks: bool) -> 
         bound = signature.bind(*arguments)
     except TypeError as error:
         names = ", ".join(map(str, signature.parameters.values()))
-        raise LaunchError(
+        raise _error(
+            LaunchError,
+            function.__name__,
             f"kernel {function.__name__} takes {len(signature.parameters)} arguments ({names}), "
-            f"got {len(arguments)}"
+            f"got {len(arguments)}",
         ) from error
     bound.apply_defaults()
     return tuple(
-        _simulated_argument(name, value, checks) for name, value in bound.arguments.items()
+        _simulated_argument(function.__name__, name, value, checks)
+        for name, value in bound.arguments.items()
     )
 
 
-def _simulated_argument(name: str, value: object, checks: bool) -> object:
+def _simulated_argument(kernel: str, name: str, value: object, checks: bool) -> object:
     if isinstance(value, np.ndarray):
         return GlobalArray(value, None, name) if checks else plain(value)
     if hasattr(value, "__cuda_array_interface__"):
-        raise LaunchError(f"argument {name} is on a GPU: the simulator takes NumPy arrays")
+        what = f"argument {name} is on a GPU, in kernel {kernel}: the simulator takes NumPy arrays"
+        raise _error(LaunchError, kernel, what)
     return scalar_value(value)

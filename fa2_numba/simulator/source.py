@@ -10,6 +10,10 @@ MARKER = "__simulated_by_fa2_numba__"
 """A key of the globals of every retargeted function: tells kernel frames from the simulator's."""
 
 
+Place = tuple[CodeType, int]
+"""An instruction: its code object, and where it stands in it."""
+
+
 def kernel_frame() -> FrameType:
     """The innermost frame that belongs to the simulated kernel or one of its device functions."""
     frame = sys._getframe(1)
@@ -18,7 +22,13 @@ def kernel_frame() -> FrameType:
     return frame
 
 
-def call_chain() -> tuple[tuple[CodeType, int], ...]:
+def kernel_place() -> Place:
+    """The instruction of the kernel, or of a device function, that runs now."""
+    frame = kernel_frame()
+    return frame.f_code, frame.f_lasti
+
+
+def call_chain() -> tuple[Place, ...]:
     """Where the current thread stands: its kernel frames, innermost first."""
     chain = []
     frame = kernel_frame()

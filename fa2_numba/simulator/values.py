@@ -2,6 +2,12 @@
 
 Numba computes integers narrower than 64 bits in 64 bits, so a simulated integer is a Python int;
 floating-point numbers are NumPy scalars, which round after every operation as the hardware does.
+
+One known limit: where an integer meets a floating-point number, the result is not rounded as on a
+GPU. Compiled Numba makes float64 of `float32 * int` and of `int / int`. Here a Python int, and the
+Python float that `int / int` gives, yield to the NumPy type they meet, so that `float32 * int` and
+`float32 * (int / int)` are float32. To round alike on both, a kernel in float32 converts its
+integers: `x * float32(i)`, `float32(i) / float32(n)`.
 """
 
 import builtins
@@ -183,16 +189,18 @@ def _bits(value: object, of: type, to: type) -> object:
     return of(value).view(to)
 
 
-LIBDEVICE = {
+def _unknown(name: str) -> Callable:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError(f"the simulator does not know libdevice.{name}")
+
+    return refuse
+
+
+LIBDEVICE = {stub: _unknown(name) for name, stub in vars(libdevice).items() if callable(stub)} | {
     libdevice.int_as_float: lambda i: np.float32(_bits(int32(i), np.int32, np.float32)),
     libdevice.float_as_int: lambda x: int(_bits(x, np.float32, np.int32)),
-    libdevice.fmaf: lambda a, b, c: fma(np.float32(a), np.float32(b), np.float32(c)),
-    libdevice.exp2f: lambda x: SIMULATED_MATH.exp2(np.float32(x)),
-    libdevice.expf: lambda x: SIMULATED_MATH.exp(np.float32(x)),
-    libdevice.fast_expf: lambda x: SIMULATED_MATH.exp(np.float32(x)),
-    libdevice.rsqrtf: lambda x: np.float32(np.float64(1) / np.sqrt(np.float64(x))),
 }
-"""The libdevice functions that kernels here use, by their Numba stub."""
+"""The libdevice functions by their Numba stub: those that kernels here use, and refusals."""
 
 SIMULATED_MATH = SimulatedMath()
 BUILTINS = vars(builtins) | {"max": fmax, "min": fmin, "float": np.float64}
