@@ -14,11 +14,19 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 SEVERITIES = ("error", "warning", "note")
-PACKAGES = ("numpy", "numba", "numba-cuda", "cuda-bindings", "ml_dtypes", "greenlet", "torch")
+NEEDED = (
+    "numpy",
+    "numba",
+    "numba-cuda",
+    "cuda-bindings",
+    "cuda-core",
+    "ml_dtypes",
+    "greenlet",
+    "rich",
+    "tqdm",
+)
+PACKAGES = (*NEEDED, "torch")
 OLDEST_GPU = (7, 5)
 
 Version = tuple[int, int]
@@ -176,7 +184,7 @@ def _numpy_too_new(facts: Facts) -> Iterator[Finding]:
 
 
 def _needed_package_missing(facts: Facts) -> Iterator[Finding]:
-    for name in ("numpy", "numba-cuda", "greenlet", "ml_dtypes"):
+    for name in NEEDED:
         if facts.packages.get(name) is None:
             yield Finding("error", f"{name} is not installed", f"pip install {name}")
 
@@ -315,7 +323,7 @@ def _install(extra: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the facts, the findings and one action; return 1 if a finding is an error, else 0."""
+    """Print facts, findings and the first thing to fix; return 1 if one is an error, else 0."""
     parser = argparse.ArgumentParser(prog="python -m fa2_numba doctor", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
@@ -324,26 +332,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(_record(facts, findings), indent=2))
     else:
-        _print(Console(highlight=False, markup=False), facts, findings)
+        _print(facts, findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
 def _record(facts: Facts, findings: list[Finding]) -> dict[str, Any]:
-    action = findings[0].action if findings else None
-    return {**asdict(facts), "findings": [asdict(f) for f in findings], "action": action}
+    listed = [asdict(finding) for finding in findings]
+    return {**asdict(facts), "findings": listed, "action": _action(findings)}
 
 
-def _print(console: Console, facts: Facts, findings: list[Finding]) -> None:
+def _action(findings: list[Finding]) -> str | None:
+    """Return what to do first, if anything is wrong: a note alone needs no action."""
+    return next((f.action for f in findings if f.severity != "note"), None)
+
+
+def _print(facts: Facts, findings: list[Finding]) -> None:
+    _print_table(facts)
+    for finding in findings:
+        print(f"{finding.severity}: {finding.what}")
+    action = _action(findings)
+    print(f"Suggested action: {action}" if action else "Nothing to fix.")
+
+
+def _print_table(facts: Facts) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for name, value in _rows(facts):
+            print(f"{name}: {value}")
+        return
     table = Table(title="fa2_numba doctor", show_header=False, title_justify="left")
     for name, value in _rows(facts):
         table.add_row(name, value)
-    console.print(table)
-    for finding in findings:
-        console.print(f"{finding.severity}: {finding.what}", soft_wrap=True)
-    if findings:
-        console.print(f"Suggested action: {findings[0].action}", soft_wrap=True)
-    else:
-        console.print("Nothing to fix.")
+    Console(highlight=False, markup=False).print(table)
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -1,15 +1,19 @@
 """The doctor names every fault it is told of, and never falls over itself."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fa2_numba import doctor
 from fa2_numba.doctor import Facts, Finding, Gpu, diagnose
 
+ROOT = Path(__file__).parents[1]
 H200 = Gpu("NVIDIA H200", (9, 0), 150_000_000_000, 232_448)
 V100 = Gpu("Tesla V100", (7, 0), 16_000_000_000, 98_304)
 PACKAGES = {
@@ -17,8 +21,11 @@ PACKAGES = {
     "numba": "0.68.1",
     "numba-cuda": "0.30.4",
     "cuda-bindings": "13.5.0",
+    "cuda-core": "1.1.0",
     "ml_dtypes": "0.6.0",
     "greenlet": "3.5.6",
+    "rich": "15.0.0",
+    "tqdm": "4.69.0",
     "torch": None,
 }
 HEALTHY = Facts(
@@ -43,6 +50,9 @@ FAULTS = [
     ("numpy-rc", with_package("numpy", "2.5.0rc1"), "error", "NumPy 2.5.0rc1", "<2.5"),
     ("greenlet", with_package("greenlet", None), "error", "greenlet", "pip install greenlet"),
     ("ml_dtypes", with_package("ml_dtypes", None), "error", "ml_dtypes", "pip install ml_dtypes"),
+    ("cuda-core", with_package("cuda-core", None), "error", "cuda-core", "pip install cuda-core"),
+    ("rich", with_package("rich", None), "error", "rich", "pip install rich"),
+    ("tqdm", with_package("tqdm", None), "error", "tqdm", "pip install tqdm"),
     ("cudasim", replace(HEALTHY, numba_simulator=True), "error", "NUMBA_ENABLE_CUDASIM", "unset"),
     (
         "numba-cuda-broken",
@@ -121,6 +131,12 @@ def test_every_rule_is_fed_a_fault():
     assert silent == []
 
 
+def test_every_dependency_is_looked_for():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = {re.match(r"[\w-]+", text)[0] for text in pyproject["project"]["dependencies"]}
+    assert needed and needed <= set(doctor.NEEDED)
+
+
 def test_a_plain_cupy_says_nothing_of_its_cuda_version():
     assert diagnose(replace(HEALTHY, cupy={"cupy": "14.2.0"})) == []
 
@@ -165,14 +181,27 @@ def test_a_healthy_machine_is_printed(monkeypatch, capsys):
         assert text in printed
 
 
+@pytest.mark.parametrize("ptx_problem", [None, "no nvrtc"])
+def test_notes_alone_ask_for_no_action(ptx_problem, monkeypatch, capsys):
+    facts = replace(LAPTOP, ptx_problem=ptx_problem)
+    monkeypatch.setattr(doctor, "collect", lambda: facts)
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("Nothing to fix.\n") and "Suggested action" not in printed
+    assert printed.count("note: ") == len(diagnose(facts)) == (2 if ptx_problem else 1)
+    doctor.main(["--json"])
+    assert json.loads(capsys.readouterr().out)["action"] is None
+
+
 def test_json_holds_facts_findings_and_action(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "collect", lambda: LAPTOP)
-    assert doctor.main(["--json"]) == 0
+    facts = with_package("tqdm", None, LAPTOP)
+    monkeypatch.setattr(doctor, "collect", lambda: facts)
+    assert doctor.main(["--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert record["packages"]["numpy"] == "2.4.6"
     assert record["machine"] == "simulator"
-    assert [Finding(**finding) for finding in record["findings"]] == diagnose(LAPTOP)
-    assert record["action"] == diagnose(LAPTOP)[0].action
+    assert [Finding(**finding) for finding in record["findings"]] == diagnose(facts)
+    assert record["action"] == "pip install tqdm"
 
 
 def test_what_cannot_be_looked_at_becomes_a_fact(monkeypatch):
@@ -220,16 +249,28 @@ def test_numba_simulator_is_not_taken_for_a_gpu(monkeypatch):
     assert facts.numba_simulator and facts.machine == "simulator"
 
 
+def run_without(missing: str, command: str) -> subprocess.CompletedProcess:
+    """Run a module and its arguments in a process that cannot import `missing`."""
+    module, *arguments = command.split()
+    program = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; "
+        f"sys.argv[1:] = {arguments}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("missing", ["rich", "tqdm", "cuda.core"])
+def test_doctor_prints_where_a_package_is_missing(missing):
+    done = run_without(missing, "fa2_numba doctor")
+    assert done.stderr == "" and "numba-cuda" in done.stdout
+    assert ("greenlet: " in done.stdout) == (missing == "rich")
+
+
 # What NumPy 2.5 does to numba-cuda 0.30 is that the import itself fails.
 @pytest.mark.parametrize("command", ["fa2_numba doctor", "fa2_numba.doctor"])
 def test_doctor_works_where_numba_cuda_cannot_be_imported(command):
-    module, *arguments = command.split()
-    program = (
-        "import runpy, sys; sys.modules['numba.cuda'] = None; "
-        f"sys.argv[1:] = {[*arguments, '--json']}; "
-        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_without("numba.cuda", f"{command} --json")
     assert done.returncode == 1, done.stderr
     record = json.loads(done.stdout)
     assert "numba.cuda" in record["numba_cuda_problem"]

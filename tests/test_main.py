@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import cuda
+from numba.cuda.core.errors import TypingError
+from numba.cuda.cudadrv.driver import CudaAPIError
 
 from fa2_numba.__main__ import main
 from fa2_numba.data import load_smollm2
@@ -295,6 +297,43 @@ def test_a_broken_rung_fails_in_json_next_to_a_sound_one(monkeypatch, capsys, tm
     assert record["heads"], "the sound rung still shows where the heads look"
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such tile"), CudaAPIError(700, "illegal address"), TypingError("no")]
+)
+def test_a_rung_that_raises_fails_and_the_others_go_on(error, monkeypatch, capsys):
+    def plan(tensors, config):
+        raise error
+
+    for name in ("broken", "broken_too"):
+        monkeypatch.setitem(RUNGS, name, Rung(name, "raises", "this test", CUDA_CORE_DTYPES, plan))
+    assert main(["--rung", "broken,fa2_split_q,broken_too", *TINY]) == 1
+    printed = capsys.readouterr().out
+    rows = [line.split()[0] for line in printed.splitlines() if "stopped" in line]
+    assert rows == ["broken", "broken_too"] and printed.count("PASS") == 1
+    for name in rows:
+        assert f"FAIL {name}: {type(error).__name__}: {error}" in printed
+
+
+def test_an_interrupt_ends_the_demo(monkeypatch):
+    def plan(tensors, config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(RUNGS, "broken", Rung("broken", "", "", CUDA_CORE_DTYPES, plan))
+    with pytest.raises(KeyboardInterrupt):
+        main(["--rung", "broken", *TINY])
+
+
+def test_on_a_gpu_nothing_is_timed_after_an_error(monkeypatch, capsys):
+    def attend(*_):
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(options, "gpu_available", lambda: True)
+    monkeypatch.setattr(check, "_attend", attend)
+    monkeypatch.setattr(run, "time_rungs", lambda *_: pytest.fail("timed"))
+    assert main(["--tokens", "8", *ONE_RUNG]) == 1
+    assert "RuntimeError: gone" in capsys.readouterr().out
+
+
 # Lengths that no other test simulates: their right answers may lie in this process's memory.
 @pytest.mark.parametrize("tokens", ["13", "61"])
 def test_a_rung_does_not_pass_by_what_a_sound_one_left_in_memory(tokens, monkeypatch, capsys):
@@ -353,6 +392,24 @@ def test_keys_without_weight_are_not_shown():
     P = np.array([[[1, 0], [0.25, 0.75]]], np.float32)
     first, second = heads.looks(P, ("a", "b"))
     assert first.keys == ((0, 1.0),) and second.keys == ((1, 0.75), (0, 0.25))
+
+
+def test_tokens_without_a_letter_stand_in_quotes():
+    tokens = (",", ' "', "\n", " sister")
+    weights = ((3, 0.5), (0, 0.25), (1, 0.15), (2, 0.1))
+    console = report.new_console()
+    with console.capture() as captured:
+        console.print(report.look_table([heads.Look(0, 0, weights)], tokens, "a rung"))
+    row = "·sister 50%   ',' 25%   '·\"' 15%   '\\n' 10%"
+    assert row in captured.get() and "0: ','" in captured.get()
+    assert "first token, ','." in report.sink_line([0.7], ",")
+
+
+def test_empty_lines_are_not_printed(capsys):
+    run._print_paragraph(report.new_console(), "", "")
+    assert capsys.readouterr().out == ""
+    run._print_paragraph(report.new_console(), "", "a", "b")
+    assert capsys.readouterr().out == "\na\nb\n"
 
 
 def test_heads_without_a_sink_have_no_sink_line():

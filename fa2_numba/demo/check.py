@@ -14,7 +14,7 @@ from fa2_numba.demo.heads import attention_weights, row_sum_error
 from fa2_numba.demo.problem import Problem
 from fa2_numba.interface import flash_attn_func
 from fa2_numba.ladder import Rung
-from fa2_numba.simulator import SimulationError, Simulator
+from fa2_numba.simulator import Simulator
 from fa2_numba.testing import Comparison, compare_attention, poisoned
 
 ROW_SUM_ALLOWANCE = 2
@@ -67,29 +67,35 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a rung left behind: out and lse where it wrote them, or the trouble that stopped it."""
+    """What a rung left behind, on the host: out and lse, or the trouble that stopped it.
+
+    buffers: what the rung itself wrote to.
+    """
 
     rung: Rung
     machine: str
     seconds: float
-    out: object = None
-    lse: object = None
+    out: np.ndarray | None = None
+    lse: np.ndarray | None = None
+    buffers: tuple[object, ...] = ()
     trouble: str = ""
 
 
 def attempt(rung: Rung, problem: Problem, machine: str) -> Attempt:
-    """Run a rung on "gpu" or "simulator".
+    """Run a rung on "gpu" or "simulator"; whatever it raises becomes its trouble.
 
     Keep every attempt until the last rung has run, and judge only then: a buffer that holds a right
     lse and is freed would come back as the lse of the next rung, which need not write it to pass.
     """
     start = time.perf_counter()
     try:
-        out, lse = _attend(rung.name, problem, machine)
-    except SimulationError as error:
+        buffers = _attend(rung.name, problem, machine)
+        # Copied now: after an error of a later rung the GPU may give nothing back.
+        out, lse = map(_on_host, buffers)
+    except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
         return Attempt(rung, machine, time.perf_counter() - start, trouble=trouble)
-    return Attempt(rung, machine, time.perf_counter() - start, out, lse)
+    return Attempt(rung, machine, time.perf_counter() - start, out, lse, buffers)
 
 
 def _attend(rung: str, problem: Problem, machine: str) -> tuple[object, object]:
@@ -106,16 +112,16 @@ def _attend(rung: str, problem: Problem, machine: str) -> tuple[object, object]:
     return results
 
 
+def _on_host(array: object) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.copy_to_host()
+
+
 def judge(tried: Attempt, problem: Problem) -> Verdict:
     """Compare what a rung left behind with exact attention in float64."""
     if tried.trouble:
         return Verdict(tried.rung, tried.machine, tried.seconds, trouble=tried.trouble)
-    out, lse = _on_host(tried.out), _on_host(tried.lse)
+    out, lse = tried.out, tried.lse
     q, k, v = problem.q, problem.k, problem.v
     out_verdict, lse_verdict = compare_attention(out, lse, q, k, v, causal=True)
     P = attention_weights(q, k, lse)
     return Verdict(tried.rung, tried.machine, tried.seconds, out_verdict, lse_verdict, P)
-
-
-def _on_host(array: object) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else array.copy_to_host()

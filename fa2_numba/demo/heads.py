@@ -102,3 +102,13 @@ def readable(token: str) -> str:
     """
     shown = token.replace(" ", "·")
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+
+
+def quoted(token: str) -> str:
+    r"""A token as it stands in a sentence or list: in quotes if it has no letter and no digit.
+
+    >>> print(quoted(" Alice"), quoted(","), quoted(' "'), quoted("\n"))
+    ·Alice ',' '·"' '\n'
+    """
+    is_word = any(c.isalnum() for c in token)
+    return readable(token) if is_word else repr(token.replace(" ", "·"))

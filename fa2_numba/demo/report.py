@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fa2_numba.demo.check import Verdict
-from fa2_numba.demo.heads import SINK_SHARE, Look, readable
+from fa2_numba.demo.heads import SINK_SHARE, Look, quoted
 from fa2_numba.demo.options import Options, estimate_seconds
 from fa2_numba.demo.problem import Problem
 from fa2_numba.demo.timing import Timing
@@ -88,7 +88,7 @@ def _table(title: str) -> Table:
 
 
 def row_sum_line(verdicts: list[Verdict]) -> str:
-    """How well the rows of P = exp(S - lse) sum to 1, over all rungs that finished."""
+    """How well the rows of P = exp(S - lse) sum to 1, over rungs that finished; empty if none."""
     finished = [verdict for verdict in verdicts if verdict.P is not None]
     if not finished:
         return ""
@@ -107,8 +107,8 @@ def look_table(looks: list[Look], tokens: tuple[str, ...], rung: str) -> Table:
     table.add_column("looks at")
     for position, group in groupby(looks, key=lambda look: look.position):
         for index, look in enumerate(group):
-            name = f"{position}: {readable(tokens[position])}" if index == 0 else ""
-            keys = "   ".join(f"{readable(tokens[j])} {weight:.0%}" for j, weight in look.keys)
+            name = f"{position}: {quoted(tokens[position])}" if index == 0 else ""
+            keys = "   ".join(f"{quoted(tokens[j])} {weight:.0%}" for j, weight in look.keys)
             table.add_row(name, str(look.head), keys)
         table.add_section()
     return table
@@ -121,7 +121,7 @@ def sink_line(shares: list[float], first_token: str) -> str:
         return ""
     return (
         f"Attention sink: a head with nothing to look for leaves its attention on the first token, "
-        f"{readable(first_token)}. On average over the text: {', '.join(sinks)}."
+        f"{quoted(first_token)}. On average over the text: {', '.join(sinks)}."
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from numba.cuda.core.errors import NumbaPerformanceWarning
+from rich.console import Console
 from tqdm.auto import tqdm
 
 from fa2_numba.demo import report
@@ -48,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
         # Numba warns of grids too small to fill a GPU; here that is a rung's nature.
         warnings.simplefilter("ignore", NumbaPerformanceWarning)
         verdicts = _run_rungs(options, problem)
+        # A GPU that stopped with an error may run nothing more in this process.
+        usable = options.machine == "gpu" and not any(verdict.trouble for verdict in verdicts)
         passed = [verdict.rung.name for verdict in verdicts if verdict.passed]
-        timings = time_rungs(passed, options.dtype) if options.machine == "gpu" else []
+        timings = time_rungs(passed, options.dtype) if usable else []
     results = Results(verdicts, timings)
     (_print_json if options.json else _print_tables)(options, problem, results)
     if options.plot is not None:
@@ -76,18 +79,22 @@ def _print_tables(options: Options, problem: Problem, results: Results) -> None:
     console = report.new_console()
     console.print()
     console.print(report.rung_table(results.verdicts))
-    console.print(f"\n{report.row_sum_line(results.verdicts)}")
-    for verdict in results.verdicts:
-        for complaint in verdict.complaints():
-            console.print(f"FAIL {verdict.rung.name}: {complaint}")
+    complaints = (f"FAIL {v.rung.name}: {c}" for v in results.verdicts for c in v.complaints())
+    _print_paragraph(console, report.row_sum_line(results.verdicts), *complaints)
     if results.best is not None:
         P, tokens = results.best.P, problem.tokens
         console.print()
         console.print(report.look_table(looks(P, tokens), tokens, results.best.rung.name))
-        console.print(f"\n{report.sink_line(first_token_shares(P), tokens[0])}")
+        _print_paragraph(console, report.sink_line(first_token_shares(P), tokens[0]))
     if results.timings:
         console.print()
         console.print(report.timing_table(results.timings, options.dtype))
+
+
+def _print_paragraph(console: Console, *lines: str) -> None:
+    """A blank line and the lines that are not empty; nothing if all are."""
+    if any(lines):
+        console.print("", *filter(None, lines), sep="\n")
 
 
 def _print_json(options: Options, problem: Problem, results: Results) -> None:

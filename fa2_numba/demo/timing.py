@@ -1,7 +1,7 @@
 """How fast the rungs are on a GPU: long random sequences, causal.
 
 - CUDA events around the kernels alone: arrays and workspaces are there before.
-- A sleeping kernel goes first, so that the host's launch is over when the GPU starts on the rung.
+- A waiting kernel goes first, so that the host's launch is over when the GPU starts on the rung.
 - The median of several runs after warm-up; the L2 cache is not flushed between them.
 - FLOPs are those of the two matrix products, 4 B H Nq Nk D, half if causal.
 """
@@ -23,7 +23,8 @@ from fa2_numba.testing import random_qkv
 
 WARM_UPS = 2
 REPEATS = 10
-SLEEP_NANOSECONDS = 500_000
+NAPS = 1000
+NAP_NANOSECONDS = 2_000
 KEEPS_SCORES = ("standard",)
 """Rungs with S and P of all heads in memory, 4 bytes an element."""
 
@@ -129,7 +130,7 @@ def _random_tensors(shape: Shape, dtype: str) -> ForwardTensors:
 def _timed_run(machine: GpuMachine, launches: list[KernelLaunch]) -> float:
     """Milliseconds of one run; the events and all kernels are on the default stream."""
     start, end = cuda.event(), cuda.event()
-    _sleep[1, 1](np.uint32(SLEEP_NANOSECONDS))
+    _wait[1, 1](NAPS, np.uint32(NAP_NANOSECONDS))
     start.record()
     machine.run(launches)
     end.record()
@@ -138,5 +139,8 @@ def _timed_run(machine: GpuMachine, launches: list[KernelLaunch]) -> float:
 
 
 @cuda.jit
-def _sleep(nanoseconds):
-    cuda.nanosleep(nanoseconds)
+def _wait(naps, nanoseconds):
+    # One nanosleep takes anything from 0 to twice its time, 1 ms at most; many average out. A clock
+    # would be exact, but Numba has none.
+    for _ in range(naps):
+        cuda.nanosleep(nanoseconds)
