@@ -76,27 +76,34 @@ def small_tiles(head_dim, shared_bytes_limit):
 def poisoned_memory(monkeypatch):
     """Outputs and workspaces hold NaN before a kernel runs: a skipped element is seen."""
 
-    def nan_empty(shape, dtype=np.float32):
-        return np.full(shape, np.nan, dtype)
-
-    monkeypatch.setattr(
+    for library in (
         arrays.NumpyLibrary,
-        "empty",
-        staticmethod(lambda shape, dtype, device: nan_empty(shape, arrays.DTYPES[dtype])),
-    )
-    monkeypatch.setattr(
-        arrays.NumpyLibrary,
-        "empty_like",
-        staticmethod(lambda value: np.full_like(value, np.nan)),
-    )
-    monkeypatch.setattr(staging, "host_workspace", nan_empty)
-    if HAS_GPU:
-        monkeypatch.setattr(staging, "device_workspace", _poisoned_device_array)
+        arrays.CupyLibrary,
+        arrays.NumbaLibrary,
+        arrays.TorchLibrary,
+    ):
+        for name in ("empty", "empty_like"):
+            make = getattr(library, name)
+            monkeypatch.setattr(library, name, staticmethod(_filled_with_nan(library, make)))
+    monkeypatch.setattr(staging, "host_workspace", _nan_bits)
+    monkeypatch.setattr(staging, "device_workspace", _nan_bits_on_gpu)
 
 
-def _poisoned_device_array(shape, dtype=np.float32):
+def _filled_with_nan(library, make):
+    def make_and_fill(*arguments):
+        array = make(*arguments)
+        library.fill(array, np.nan)
+        return array
+
+    return make_and_fill
+
+
+def _nan_bits(shape, dtype=np.float32):
+    # A kernel sees bfloat16 as its bits, and all ones are a NaN.
+    return np.full(shape, np.iinfo(dtype).max if dtype == np.uint16 else np.nan, dtype)
+
+
+def _nan_bits_on_gpu(shape, dtype=np.float32):
     from numba import cuda
 
-    if dtype == np.uint16:
-        return cuda.to_device(np.full(shape, np.iinfo(np.uint16).max, dtype))
-    return cuda.to_device(np.full(shape, np.nan, dtype))
+    return cuda.to_device(_nan_bits(shape, dtype))

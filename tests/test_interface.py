@@ -825,13 +825,14 @@ def test_the_simulator_is_forced_or_for_want_of_a_gpu(machine, gpu, monkeypatch)
     assert_attention(out, lse, q, k, v)
 
 
-def test_a_run_that_takes_too_long_is_refused_with_the_estimate(no_launch):
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_run_that_takes_too_long_is_refused_with_the_estimate(causal, no_launch):
     """One row of each of 200,000 heads is little memory and many tiles."""
     q = np.ones((1, 1, 200_000, 1), np.float32)
     k = np.ones((1, 1, 1, 1), np.float32)
     out = np.full_like(q, np.nan)
     with pytest.raises(RunTooLongError) as refusal:
-        attend(q, k, k, out=out, machine=Simulator(progress=False))
+        attend(q, k, k, causal=causal, out=out, machine=Simulator(progress=False))
     message = str(refusal.value)
     seconds = 2 * 200_000 * (8 * 8 * 16) * interface.SIMULATED_SECONDS_PER_MULTIPLY_ADD[True]
     for part in (f"about {seconds:.0f} s", "limit is 600 s", str(q.shape), "max_seconds=None"):

@@ -103,7 +103,8 @@ def test_padding_never_leaks(dtype, rung, machine):
     """Rows past the end, and the next batch element, may hold anything."""
     q, k, v = random_qkv(1, 9, 9, 1, 1, 64, dtype, seed=1)
     expected = attend(q, k, v, machine, rung)
-    for poison in (np.nan, np.inf):
+    assert_attention(*expected, q, k, v)
+    for poison in (0.0, np.nan, np.inf):
         dirty = [poisoned_rows(x, 60, poison) for x in (q, k, v)]
         for got, want in zip(attend(*dirty, machine, rung), expected, strict=True):
             np.testing.assert_array_equal(got, want)
