@@ -4,9 +4,6 @@ import math
 
 import numpy as np
 
-LOG2_E = math.log2(math.e)
-"""exp(x) = 2^(x log2 e)."""
-
 NEG_INF = np.float32(-math.inf)
 """The score of a key that a query may not see. A true infinity: its exponential is exactly 0."""
 

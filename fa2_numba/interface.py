@@ -139,8 +139,8 @@ def _refuse_hours(simulator: Simulator, tensors: ForwardTensors, config: TileCon
     # Threads compute whole tiles, also where those reach past the end.
     rows = math.ceil(seqlen_q / config.block_m) * config.block_m
     cols = math.ceil(tensors.K.shape[1] / config.block_n) * config.block_n
-    products = 1 if tensors.causal else 2  # Q K^T and P V; causal skips about half of both
-    multiply_adds = products * batch * heads * rows * cols * config.head_dim
+    # Q K^T and P V; a rung that skips hidden tiles needs about half of it when causal.
+    multiply_adds = 2 * batch * heads * rows * cols * config.head_dim
     estimate = multiply_adds * SIMULATED_SECONDS_PER_MULTIPLY_ADD[simulator.checks]
     if simulator.max_seconds is not None and estimate > simulator.max_seconds:
         raise RunTooLongError(

@@ -1,4 +1,4 @@
-"""The one place that knows the two machines: a GPU through Numba, and the simulator on a CPU."""
+"""The two machines that run kernels: a GPU through Numba, and the simulator on a CPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The steps of the papers' algorithms, in our words; kernels cite them as `FA2 Alg. 1 line 9`."""
+"""The steps of the papers' algorithms, in our words; kernels cite them as `FA2 Alg. 1 line 9`.
 
-PAPERS = {
-    "FA1": "Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), arXiv:2205.14135",
-    "FA2": "Dao: FlashAttention-2 (2023), arXiv:2307.08691",
-}
+FA1: Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), arXiv:2205.14135.
+FA2: Dao: FlashAttention-2 (2023), arXiv:2307.08691.
+"""
 
 PAPER_STEPS = {
     "FA1 Alg. 1": {
@@ -26,6 +25,7 @@ PAPER_STEPS = {
         7: "load K_j, V_j on chip",
         8: "S = Q_i K_j^T",
         9: "m = max(m, rowmax(S)), P~ = exp(S - m), l = e^(m_old - m) l + rowsum(P~)",
+        # The paper prints this factor with a stray inverse.
         10: "O = e^(m_old - m) O + P~ V_j",
         12: "O = O / l",
         13: "L = m + log l",

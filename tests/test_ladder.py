@@ -9,6 +9,7 @@ import pytest
 
 import fa2_numba
 from fa2_numba import RUNGS
+from fa2_numba.config import TileConfig
 from fa2_numba.paper import PAPER_STEPS
 
 KERNELS = Path(fa2_numba.__file__).parent / "kernels"
@@ -45,6 +46,21 @@ def test_cited_lines_are_in_the_table_and_all_of_the_table_is_cited(rung):
 def test_citations_are_read_from_comments():
     source = "x = 1  # FA2 Alg. 1 line 9: why\n# FA2 Alg. 1 lines 13, 15\n'FA1 Alg. 1 line 5'\n"
     assert cited_steps(source) == {("FA2 Alg. 1", n) for n in (9, 13, 15)}
+
+
+def test_the_maps_in_the_docstrings_are_those_of_the_tiles():
+    """Which rows (split-Q) and keys (sliced-K) a warp owns, with the tiles of 64 x 64 x 64."""
+    config = TileConfig(64, 64, 64)
+    rows = config.block_m // config.num_warps
+    keys = config.block_n // config.num_warps
+    split_q, sliced_k = (
+        (KERNELS / f"{rung}.py").read_text() for rung in ("fa2_split_q", "fa1_sliced_k")
+    )
+    for warp in range(config.num_warps):
+        first, last = warp * rows, (warp + 1) * rows - 1
+        assert f"warp {warp}   |  rows {first:3} .. {last} of S, O" in split_q
+        first, last = warp * keys, (warp + 1) * keys - 1
+        assert f"|{first:2} -{last:3} |" in sliced_k
 
 
 def test_rungs_share_one_choice_of_tiles():

@@ -138,7 +138,7 @@ def test_checks_do_not_change_the_result(name):
 
 STORES = {
     "standard": "O_gmem[batch, i_row, head, d] = from_float32(O_reg[i, c])",
-    "fa1_sliced_k": "O_tile[r, first_d + c] = from_float32(o)",
+    "fa1_sliced_k": "O_rows[r, first_d + c] = from_float32(o)",
     "fa2_split_q": "O_gmem[batch, i_row, head, d] = from_float32(O_reg[i, c] * scale)",
 }
 RESCALES = {

@@ -14,7 +14,7 @@ QUIET_NAN = 0x7FC0
 
 
 @device_function
-def _float32_to_float32(x):
+def _to_float32(x):
     return float32(x)
 
 
@@ -39,14 +39,14 @@ def _float32_to_bfloat16(x):
 
 
 TO_FLOAT32 = {
-    "float32": _float32_to_float32,
-    "float16": _float32_to_float32,
+    "float32": _to_float32,
+    "float16": _to_float32,
     "bfloat16": _bfloat16_to_float32,
 }
 """dtype name -> device function from a stored element to float32."""
 
 FROM_FLOAT32 = {
-    "float32": _float32_to_float32,
+    "float32": _to_float32,
     "float16": _float32_to_float16,
     "bfloat16": _float32_to_bfloat16,
 }

@@ -29,18 +29,39 @@ def log_sum_exp(m, l):
 
 
 @cache
+def make_over_lanes(lanes: int):
+    """`max_over_lanes(m)`, `sum_over_lanes(l)`: over so many neighbouring lanes, known to each.
+
+    In step k every lane exchanges with the one whose number differs in bit k (a butterfly).
+    """
+    STEPS = int(math.log2(lanes))
+
+    @device_function
+    def max_over_lanes(m):
+        for step in range(STEPS):
+            m = max(m, cuda.shfl_xor_sync(FULL_MASK, m, 1 << step))
+        return m
+
+    @device_function
+    def sum_over_lanes(l):
+        for step in range(STEPS):
+            l += cuda.shfl_xor_sync(FULL_MASK, l, 1 << step)
+        return l
+
+    return max_over_lanes, sum_over_lanes
+
+
+@cache
 def make_row_max(cols: int, lane_cols: int):
     """`row_max(S_reg, i)`: the maximum of the warp's row i, known to all lanes of the row."""
-    STEPS = int(math.log2(lane_cols))
+    max_over_lanes, _ = make_over_lanes(lane_cols)
 
     @device_function
     def row_max(S_reg, i):
         m = S_reg[i, 0]
         for j in range(1, cols):
             m = max(m, S_reg[i, j])
-        for step in range(STEPS):
-            m = max(m, cuda.shfl_xor_sync(FULL_MASK, m, 1 << step))
-        return m
+        return max_over_lanes(m)
 
     return row_max
 
@@ -48,7 +69,7 @@ def make_row_max(cols: int, lane_cols: int):
 @cache
 def make_exponentiate(cols: int, lane_cols: int):
     """`exponentiate(S_reg, i, m)`: row i of S becomes exp(S - m); returns its sum over the warp."""
-    STEPS = int(math.log2(lane_cols))
+    _, sum_over_lanes = make_over_lanes(lane_cols)
 
     @device_function
     def exponentiate(S_reg, i, m):
@@ -57,8 +78,6 @@ def make_exponentiate(cols: int, lane_cols: int):
             p = math.exp(S_reg[i, j] - m)
             S_reg[i, j] = p
             l += p
-        for step in range(STEPS):
-            l += cuda.shfl_xor_sync(FULL_MASK, l, 1 << step)
-        return l
+        return sum_over_lanes(l)
 
     return exponentiate

@@ -9,7 +9,7 @@ FA2 section 3.3 and Fig. 3 left):
                    warp 0   warp 1   warp 2   warp 3
                   +--------+--------+--------+--------+
         Q tile    |  keys  |  keys  |  keys  |  keys  |   each warp: all rows of S,
-        (shared)  | 0 - 15 | 16- 31 | 32- 47 | 48- 63 |   its own columns
+        (shared)  | 0 - 15 |16 - 31 |32 - 47 |48 - 63 |   its own columns
                   +--------+--------+--------+--------+
 
 A row of S therefore crosses all warps: its maximum, its sum and its product with V are partial
@@ -38,6 +38,9 @@ from fa2_numba.device.softmax import (
 from fa2_numba.device.tiles import locate_head, make_load_tile, shared_tile
 from fa2_numba.launch import ForwardTensors, KernelLaunch
 
+# Rows of scale_smem: the factors of the old O and of the new tile's P~ V.
+OLD, NEW = 0, 1
+
 
 @cache
 def make_across_warps(num_warps: int):
@@ -64,32 +67,32 @@ def make_across_warps(num_warps: int):
 def make_update_statistics(config: TileConfig):
     """`update_statistics(...)`: m and l of the query tile, one thread a row.
 
-    Leaves in weight_smem what row r of the old O (weight_smem[0, r]) and of the tile's P~ V
-    (weight_smem[1, r]) must be multiplied with to be parts of the new O.
+    m_rows, l_rows and LSE_rows are the query tile's part of the arrays in HBM. Leaves in scale_smem
+    what row r of the old O (scale_smem[OLD, r]) and of the tile's P~ V (scale_smem[NEW, r]) must be
+    multiplied with to be parts of the new O.
     """
     BLOCK_M, NUM_THREADS = config.block_m, config.num_threads
     max_across, sum_across = make_across_warps(config.num_warps)
 
     @device_function
-    def update_statistics(
-        weight_smem, max_smem, sum_smem, m_row, l_row, LSE_row, rows, first, last
-    ):
+    def update_statistics(scale_smem, max_smem, sum_smem, m_rows, l_rows, LSE_rows, first, last):
         for r in range(cuda.threadIdx.x, BLOCK_M, NUM_THREADS):
-            if r < rows:
+            if r < m_rows.shape[0]:
                 m_old, l_old = NEG_INF, float32(0.0)  # FA1 Alg. 1 line 2
                 if not first:
-                    m_old, l_old = m_row[r], l_row[r]  # FA1 Alg. 1 line 8
+                    m_old, l_old = m_rows[r], l_rows[r]  # FA1 Alg. 1 line 8
                 m_tile, l_tile = max_across(max_smem, r), sum_across(sum_smem, r)
                 m_new = max(m_old, m_tile)  # FA1 Alg. 1 line 11
                 old = math.exp(m_old - finite_max(m_new)) * l_old
                 new = math.exp(m_tile - finite_max(m_new))
                 l_new = old + new * l_tile
                 # Divided, not multiplied by 1 / l_new: a tile that adds nothing leaves O as it is.
-                weight_smem[0, r] = share(old, l_new)
-                weight_smem[1, r] = share(new, l_new)
-                m_row[r], l_row[r] = m_new, l_new  # FA1 Alg. 1 line 13
+                scale_smem[OLD, r] = share(old, l_new)
+                scale_smem[NEW, r] = share(new, l_new)
+                m_rows[r], l_rows[r] = m_new, l_new  # FA1 Alg. 1 line 13
                 if last:
-                    LSE_row[r] = log_sum_exp(m_new, l_new)
+                    # FlashAttention-1 itself keeps m and l; the interface wants their logarithm.
+                    LSE_rows[r] = log_sum_exp(m_new, l_new)
 
     return update_statistics
 
@@ -102,20 +105,20 @@ def make_update_output(config: TileConfig, dtype: str):
     from_float32 = FROM_FLOAT32[dtype]
 
     @device_function
-    def update_output(O_tile, O_acc_tile, partial_smem, weight_smem, first_d, first, last):
-        rows, head_dim = O_tile.shape[0], O_tile.shape[1]
+    def update_output(O_rows, O_acc_rows, partial_smem, scale_smem, first_d, first, last):
+        rows, head_dim = O_rows.shape[0], O_rows.shape[1]
         for e in range(cuda.threadIdx.x, EXCHANGE_SIZE, NUM_THREADS):
             r, c = e // EXCHANGE_COLS, e % EXCHANGE_COLS
             if r < rows and first_d + c < head_dim:
                 o = float32(0.0)
                 for w in range(NUM_WARPS):
                     o += partial_smem[w, r, c]
-                o *= weight_smem[1, r]
-                if not first:
-                    o += weight_smem[0, r] * O_acc_tile[r, first_d + c]
-                O_acc_tile[r, first_d + c] = o
+                o *= scale_smem[NEW, r]
+                if not first:  # FA1 Alg. 1 line 8
+                    o += scale_smem[OLD, r] * O_acc_rows[r, first_d + c]
+                O_acc_rows[r, first_d + c] = o
                 if last:
-                    O_tile[r, first_d + c] = from_float32(o)
+                    O_rows[r, first_d + c] = from_float32(o)
 
     return update_output
 
@@ -138,7 +141,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
     PARTIAL_OFFSET = V_OFFSET + BLOCK_N * HEAD_DIM
     MAX_OFFSET = PARTIAL_OFFSET + NUM_WARPS * BLOCK_M * EXCHANGE_COLS
     SUM_OFFSET = MAX_OFFSET + NUM_WARPS * BLOCK_M
-    WEIGHT_OFFSET = SUM_OFFSET + NUM_WARPS * BLOCK_M
+    SCALE_OFFSET = SUM_OFFSET + NUM_WARPS * BLOCK_M
 
     load_q_tile = make_load_tile(config, BLOCK_M, dtype)
     load_kv_tile = make_load_tile(config, BLOCK_N, dtype)
@@ -168,7 +171,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
         partial_smem = shared_tile(smem, PARTIAL_OFFSET, (NUM_WARPS, BLOCK_M, EXCHANGE_COLS))
         max_smem = shared_tile(smem, MAX_OFFSET, (NUM_WARPS, BLOCK_M))
         sum_smem = shared_tile(smem, SUM_OFFSET, (NUM_WARPS, BLOCK_M))
-        weight_smem = shared_tile(smem, WEIGHT_OFFSET, (2, BLOCK_M))
+        scale_smem = shared_tile(smem, SCALE_OFFSET, (2, BLOCK_M))
         S_reg = cuda.local.array((ROWS, COLS), float32)
         O_reg = cuda.local.array((ROWS, OUT_COLS), float32)
 
@@ -201,16 +204,16 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
                         sum_smem[warp, row + LANE_ROWS * i] = l
                 # One thread a row reads the sums of all slices.
                 cuda.syncthreads()
-                m_row = m_gmem[batch, head, first_row:last_row]
-                l_row = l_gmem[batch, head, first_row:last_row]
-                LSE_row = LSE_gmem[batch, head, first_row:last_row]
-                rows = last_row - first_row
+                # The query tile's rows in HBM
+                m_rows = m_gmem[batch, head, first_row:last_row]
+                l_rows = l_gmem[batch, head, first_row:last_row]
+                LSE_rows = LSE_gmem[batch, head, first_row:last_row]
                 update_statistics(
-                    weight_smem, max_smem, sum_smem, m_row, l_row, LSE_row, rows, first, last
+                    scale_smem, max_smem, sum_smem, m_rows, l_rows, LSE_rows, first, last
                 )
 
-                O_tile = O_gmem[batch, first_row:last_row, head]
-                O_acc_tile = O_acc_gmem[batch, first_row:last_row, head]
+                O_rows = O_gmem[batch, first_row:last_row, head]
+                O_acc_rows = O_acc_gmem[batch, first_row:last_row, head]
                 # FA1 Alg. 1 line 12: P~ V crosses the warps, EXCHANGE_COLS columns at a time
                 for first_d in range(0, HEAD_DIM, EXCHANGE_COLS):
                     for i in range(ROWS):
@@ -224,7 +227,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
                     # Every thread sums elements that all warps have written.
                     cuda.syncthreads()
                     update_output(
-                        O_tile, O_acc_tile, partial_smem, weight_smem, first_d, first, last
+                        O_rows, O_acc_rows, partial_smem, scale_smem, first_d, first, last
                     )
                     # What comes next overwrites what slower threads still sum.
                     cuda.syncthreads()

@@ -1,4 +1,8 @@
-"""Split-Q: warps own query rows and share K and V, so no number crosses warps (FA2 section 3.3).
+"""Split-Q, against `fa1_sliced_k`: warps own query rows, no number crosses warps (FA2 section 3.3).
+
+This is FlashAttention-2 whole, so two more steps of the paper lie between the two: the loops are
+swapped, so that O stays on chip, unscaled, and is divided by l once at the end (section 3.1); and
+the grid runs over the query tiles of a head, not over heads alone (section 3.2).
 
 A thread block computes BLOCK_M rows of O for one head. Its warps split the rows of the Q tile:
 

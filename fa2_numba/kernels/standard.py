@@ -15,11 +15,11 @@ from numba import cuda
 from numba.cuda import float32
 
 from fa2_numba.config import SPLIT_Q_LANES, TileConfig
-from fa2_numba.constants import FULL_MASK, NEG_INF, WARP_SIZE
+from fa2_numba.constants import NEG_INF, WARP_SIZE
 from fa2_numba.device.dtypes import FROM_FLOAT32
 from fa2_numba.device.mask import make_mask_scores
 from fa2_numba.device.products import make_accumulate_values, make_compute_scores
-from fa2_numba.device.softmax import finite_max, log_sum_exp, share
+from fa2_numba.device.softmax import finite_max, log_sum_exp, make_over_lanes, share
 from fa2_numba.device.tiles import (
     locate_head,
     make_load_tile,
@@ -84,26 +84,25 @@ def make_softmax(config: TileConfig):
     Grid: (batch x heads, seqlen_q / warps of a block).
     """
     NUM_WARPS = config.num_warps
-    STEPS = int(math.log2(WARP_SIZE))
+    max_over_lanes, sum_over_lanes = make_over_lanes(WARP_SIZE)
 
     def softmax(S_gmem, P_gmem, LSE_gmem):
         heads, seqlen_q, seqlen_k = S_gmem.shape[1], S_gmem.shape[2], S_gmem.shape[3]
         batch, head, _ = locate_head(heads, heads)
         warp, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
         i_row = cuda.blockIdx.y * NUM_WARPS + warp
+        # i_row is one for all lanes of a warp: all of them take part in the shuffles, or none.
         if i_row < seqlen_q:
             m = NEG_INF
             for j_col in range(lane, seqlen_k, WARP_SIZE):
                 m = max(m, S_gmem[batch, head, i_row, j_col])
-            for step in range(STEPS):
-                m = max(m, cuda.shfl_xor_sync(FULL_MASK, m, 1 << step))
+            m = finite_max(max_over_lanes(m))
             l = float32(0.0)
             for j_col in range(lane, seqlen_k, WARP_SIZE):
-                l += math.exp(S_gmem[batch, head, i_row, j_col] - finite_max(m))
-            for step in range(STEPS):
-                l += cuda.shfl_xor_sync(FULL_MASK, l, 1 << step)
+                l += math.exp(S_gmem[batch, head, i_row, j_col] - m)
+            l = sum_over_lanes(l)
             for j_col in range(lane, seqlen_k, WARP_SIZE):
-                p = math.exp(S_gmem[batch, head, i_row, j_col] - finite_max(m))
+                p = math.exp(S_gmem[batch, head, i_row, j_col] - m)
                 P_gmem[batch, head, i_row, j_col] = share(p, l)
             if lane == 0:
                 LSE_gmem[batch, head, i_row] = log_sum_exp(m, l)
@@ -173,32 +172,28 @@ def plan_forward(tensors: ForwardTensors, config: TileConfig) -> list[KernelLaun
     seqlen_k = tensors.K.shape[1]
     S = tensors.allocate((batch, heads, seqlen_q, seqlen_k))
     P = tensors.allocate((batch, heads, seqlen_q, seqlen_k))
-    grid_x, m_blocks, n_blocks = (
-        batch * heads,
-        -(-seqlen_q // config.block_m),
-        -(-seqlen_k // config.block_n),
-    )
+    m_blocks, n_blocks = -(-seqlen_q // config.block_m), -(-seqlen_k // config.block_n)
     q_and_k_bytes = 4 * (config.block_m + config.block_n) * config.row_stride
     return [
         KernelLaunch(
-            make_scores(config, tensors.dtype, tensors.causal),
-            (grid_x, m_blocks, n_blocks),
-            config.num_threads,
-            q_and_k_bytes,
-            (tensors.Q, tensors.K, S, tensors.softmax_scale),
+            kernel=make_scores(config, tensors.dtype, tensors.causal),
+            grid=(batch * heads, m_blocks, n_blocks),
+            threads=config.num_threads,
+            shared_bytes=q_and_k_bytes,
+            arguments=(tensors.Q, tensors.K, S, tensors.softmax_scale),
         ),
         KernelLaunch(
-            make_softmax(config),
-            (grid_x, -(-seqlen_q // config.num_warps)),
-            config.num_threads,
-            0,
-            (S, P, tensors.LSE),
+            kernel=make_softmax(config),
+            grid=(batch * heads, -(-seqlen_q // config.num_warps)),
+            threads=config.num_threads,
+            shared_bytes=0,
+            arguments=(S, P, tensors.LSE),
         ),
         KernelLaunch(
-            make_values(config, tensors.dtype),
-            (grid_x, m_blocks),
-            config.num_threads,
-            4 * config.block_n * config.head_dim,
-            (P, tensors.V, tensors.O),
+            kernel=make_values(config, tensors.dtype),
+            grid=(batch * heads, m_blocks),
+            threads=config.num_threads,
+            shared_bytes=4 * config.block_n * config.head_dim,
+            arguments=(P, tensors.V, tensors.O),
         ),
     ]
