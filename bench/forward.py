@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
@@ -119,13 +121,21 @@ def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     ]
 
 
+def driver_version() -> str | None:
+    """The driver's version as nvidia-smi tells it, None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
+
+
 def environment() -> dict:
     """The machine and the versions a result belongs to."""
     names = ("numba", "numba-cuda", "numpy", "torch")
-    driver = cuda.cudadrv.driver.driver.get_version()
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver_cuda": ".".join(map(str, driver)),
+        "driver": driver_version(),
+        "driver_cuda": ".".join(map(str, cuda.cudadrv.driver.driver.get_version())),
         "versions": {name: version(name) for name in names},
         "date": date.today().isoformat(),
     }
