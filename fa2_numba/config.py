@@ -27,6 +27,16 @@ SPLIT_Q_LANES = (4, 8)
 SLICED_K_LANES = (8, 4)
 
 
+def row_step(num_warps: int) -> int:
+    """The fewest query rows that give every lane of both layouts whole rows; block_m's divisor."""
+    return math.lcm(SPLIT_Q_LANES[0] * num_warps, SLICED_K_LANES[0])
+
+
+def col_step(num_warps: int) -> int:
+    """The fewest keys that give every lane of both layouts whole columns; block_n's divisor."""
+    return math.lcm(SLICED_K_LANES[1] * num_warps, SPLIT_Q_LANES[1])
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """The geometry of one kernel: what a thread block keeps on chip and how many warps share it.
@@ -53,18 +63,16 @@ class TileConfig:
             0 < self.head_dim <= MAX_HEAD_DIM and self.head_dim % HEAD_DIM_STEP == 0,
             f"a positive multiple of {HEAD_DIM_STEP}, at most {MAX_HEAD_DIM}",
         )
-        rows = SPLIT_Q_LANES[0] * self.num_warps
         _require(
             "block_m",
             self.block_m,
-            self.block_m > 0 and self.block_m % rows == 0 and self.block_m % SLICED_K_LANES[0] == 0,
+            self.block_m > 0 and self.block_m % row_step(self.num_warps) == 0,
             f"a positive multiple of {SLICED_K_LANES[0]} and of {SPLIT_Q_LANES[0]} x num_warps",
         )
-        cols = SLICED_K_LANES[1] * self.num_warps
         _require(
             "block_n",
             self.block_n,
-            self.block_n > 0 and self.block_n % cols == 0 and self.block_n % SPLIT_Q_LANES[1] == 0,
+            self.block_n > 0 and self.block_n % col_step(self.num_warps) == 0,
             f"a positive multiple of {SPLIT_Q_LANES[1]} and of {SLICED_K_LANES[1]} x num_warps",
         )
 
@@ -135,8 +143,7 @@ def choose_tiles(head_dim: int, shared_bytes_limit: int, num_warps: int = 4) -> 
 
 def _candidates(head_dim: int, num_warps: int) -> list[TileConfig]:
     """Legal tiles for so many warps, from about 64 x 64 down."""
-    rows = _halvings(math.lcm(SPLIT_Q_LANES[0] * num_warps, SLICED_K_LANES[0]))
-    cols = _halvings(math.lcm(SLICED_K_LANES[1] * num_warps, SPLIT_Q_LANES[1]))
+    rows, cols = _halvings(row_step(num_warps)), _halvings(col_step(num_warps))
     configs = [TileConfig(head_dim, m, n, num_warps) for m in rows for n in cols]
     return sorted(configs, key=lambda c: (c.block_m * c.block_n, c.block_m), reverse=True)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fa2_numba import RUNGS, flash_attn_func
-from fa2_numba.config import TileConfig
+from fa2_numba.config import TileConfig, col_step, row_step
 from fa2_numba.launch import ForwardTensors, SimulatorMachine
 from fa2_numba.testing import (
     SHAPES,
@@ -80,7 +80,7 @@ def test_warps(num_warps, rung):
     tensors = ForwardTensors(
         q, k, v, out, lse, np.float32(0.25), True, "float32", lambda s: poisoned(s, np.float32)
     )
-    config = TileConfig(16, np.lcm(4 * num_warps, 8), np.lcm(4 * num_warps, 8), num_warps)
+    config = TileConfig(16, row_step(num_warps), col_step(num_warps), num_warps)
     SimulatorMachine(SIMULATOR).run(RUNGS[rung].plan_forward(tensors, config))
     assert_attention(out, lse, q, k, v, causal=True)
 

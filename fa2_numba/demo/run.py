@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from numba.cuda.core.errors import NumbaPerformanceWarning
 from rich.console import Console
 from tqdm.auto import tqdm
 
@@ -45,14 +43,11 @@ def main(argv: Sequence[str]) -> int:
     problem = load(options)
     if not options.json:
         report.new_console().print(report.introduction(options, problem))
-    with warnings.catch_warnings():
-        # Numba warns of grids too small to fill a GPU; here that is a rung's nature.
-        warnings.simplefilter("ignore", NumbaPerformanceWarning)
-        verdicts = _run_rungs(options, problem)
-        # A GPU that stopped with an error may run nothing more in this process.
-        usable = options.machine == "gpu" and not any(verdict.trouble for verdict in verdicts)
-        passed = [verdict.rung.name for verdict in verdicts if verdict.passed]
-        timings = time_rungs(passed, options.dtype) if usable else []
+    verdicts = _run_rungs(options, problem)
+    # A GPU that stopped with an error may run nothing more in this process.
+    usable = options.machine == "gpu" and not any(verdict.trouble for verdict in verdicts)
+    passed = [verdict.rung.name for verdict in verdicts if verdict.passed]
+    timings = time_rungs(passed, options.dtype) if usable else []
     results = Results(verdicts, timings)
     (_print_json if options.json else _print_tables)(options, problem, results)
     if options.plot is not None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda
+from numba.cuda.core.errors import NumbaPerformanceWarning
 
 from fa2_numba.arrays import DTYPES, KERNEL_DTYPES
 from fa2_numba.config import choose_tiles
@@ -90,11 +92,14 @@ def fits(rung: str, shape: Shape, free_bytes: int) -> bool:
 
 def time_rungs(rungs: list[str], dtype: str) -> list[Timing]:
     """Time rungs on the current GPU, shape by shape."""
-    return [
-        Timing(rung, shape, _milliseconds(RUNGS[rung], shape, dtype))
-        for shape in SHAPES
-        for rung in rungs
-    ]
+    with warnings.catch_warnings():
+        # The waiting kernel is one thread: Numba would warn of the idle rest of the GPU.
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+        return [
+            Timing(rung, shape, _milliseconds(RUNGS[rung], shape, dtype))
+            for shape in SHAPES
+            for rung in rungs
+        ]
 
 
 def _milliseconds(rung: Rung, shape: Shape, dtype: str) -> float | None:
