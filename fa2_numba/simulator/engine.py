@@ -129,6 +129,8 @@ class Warp:
             order(here)
         result = combine(values)
         thread.block.release(here, thread, result)
+        if thread.block.observer:
+            thread.block.observer.warp_met(self, operation, here)
         return result
 
     @staticmethod
@@ -143,8 +145,18 @@ class Warp:
         return thread.block.error(WarpError, what, details, places)
 
 
+class Observer:
+    """Is told what the threads of a block do together; this one does not care."""
+
+    def barrier_passed(self, block: Block, operation: str) -> None:
+        """All threads of the block have met; the running one came last and is about to go on."""
+
+    def warp_met(self, warp: Warp, operation: str, threads: list[Thread]) -> None:
+        """So have the lanes of one mask."""
+
+
 class Block:
-    """One thread block of a launch, run to its end by `run`."""
+    """One thread block of a launch, run to its end by `run`, or step by step by its parts."""
 
     def __init__(
         self,
@@ -156,6 +168,7 @@ class Block:
         grid: Index,
         memory: BlockMemory,
         rng: random.Random | None,
+        observer: Observer | None = None,
     ) -> None:
         self.kernel = kernel
         self.function = function
@@ -165,6 +178,7 @@ class Block:
         self.grid = grid
         self.memory = memory
         self.rng = rng
+        self.observer = observer
         size = dim[0] * dim[1] * dim[2]
         self.nothing_seen = [0] * size
         self.warps = [Warp(number) for number in range(-(-size // WARP_SIZE))]
@@ -176,20 +190,33 @@ class Block:
 
     def run(self) -> None:
         """Run every thread to its end, or raise the first thing that is wrong."""
-        self.ready.extend(self._shuffled(self.threads))
+        self.start()
         try:
             while self.ready:
-                self._resume(self.ready.popleft())
-            if not all(thread.dead for thread in self.threads):
-                raise self._stuck()
+                self.resume(self.ready.popleft())
+            self.finish()
         finally:
-            for thread in self.threads:
-                if not thread.dead:
-                    thread.throw()
-                # Python's collector frees no cycle of greenlets (thread -> block -> thread).
-                vars(thread).clear()
+            self.discard()
 
-    def _resume(self, thread: Thread) -> None:
+    def start(self) -> None:
+        """Make every thread ready to run."""
+        self.ready.extend(self._shuffled(self.threads))
+
+    def finish(self) -> None:
+        """No thread is ready any more: all must have left the kernel."""
+        if not all(thread.dead for thread in self.threads):
+            raise self._stuck()
+
+    def discard(self) -> None:
+        """Free the threads, those that have not left the kernel too."""
+        for thread in self.threads:
+            if not thread.dead:
+                thread.throw()
+            # Python's collector frees no cycle of greenlets (thread -> block -> thread).
+            vars(thread).clear()
+
+    def resume(self, thread: Thread) -> None:
+        """Run a ready thread until it waits for others."""
         try:
             thread.switch()
         except SimulationError:
@@ -213,6 +240,8 @@ class Block:
         result = combine([value if t is thread else t.waiting.value for t in here])
         order(here)
         self.release(here, thread, result)
+        if self.observer:
+            self.observer.barrier_passed(self, operation)
         return result
 
     def release(self, threads: list[Thread], running: Thread, result: object) -> None:

@@ -25,7 +25,7 @@ from fa2_numba.constants import (
     SHARED_BYTES_PER_BLOCK,
     STATIC_SHARED_BYTES,
 )
-from fa2_numba.simulator.engine import Block, Index, raised_at
+from fa2_numba.simulator.engine import Block, Index, Observer, raised_at
 from fa2_numba.simulator.errors import LaunchError, RunTooLongError, SimulationError
 from fa2_numba.simulator.memory import BlockMemory, GlobalArray, plain
 from fa2_numba.simulator.retarget import retarget
@@ -77,32 +77,35 @@ class Simulator:
         self, kernel: object, grid: object, block: object, shared_bytes: int, arguments: tuple
     ) -> None:
         """Run every block of the grid; array arguments are changed in place."""
-        function = _kernel_function(kernel)
-        name, simulated = function.__name__, retarget(function)
-        grid, dim = _launch_shape(name, grid, block)
-        self._check_shared_bytes(name, shared_bytes)
-        values = _simulated_arguments(function, arguments, self.checks)
-        rng = None if self.seed is None else random.Random(int(self.seed))
+        launch = self.prepare(kernel, grid, block, shared_bytes, arguments)
         bar = tqdm(
-            total=math.prod(grid),
-            desc=f"simulating {name}",
+            total=math.prod(launch.grid),
+            desc=f"simulating {launch.kernel}",
             unit="block",
             delay=PROGRESS_DELAY_SECONDS,
             leave=False,
             disable=not self.progress,
         )
-        watch = _Watch(name, math.prod(grid), self.max_seconds)
+        watch = _Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
         try:
             with bar, watch:
-                for index in _block_indices(grid, rng):
-                    memory = BlockMemory(
-                        shared_bytes, STATIC_SHARED_BYTES, self.shared_bytes_per_block, self.checks
-                    )
-                    Block(name, simulated, values, index, dim, grid, memory, rng).run()
+                for one in launch.blocks():
+                    one.run()
                     watch.finished_block()
                     bar.update()
         except _TimeUp as interruption:
             watch.time_up(interruption)
+
+    def prepare(
+        self, kernel: object, grid: object, block: object, shared_bytes: int, arguments: tuple
+    ) -> Launch:
+        """Check a launch and rebuild its kernel for the simulator, without running it."""
+        function = _kernel_function(kernel)
+        name = function.__name__
+        grid, dim = _launch_shape(name, grid, block)
+        self._check_shared_bytes(name, shared_bytes)
+        values = _simulated_arguments(function, arguments, self.checks)
+        return Launch(self, name, retarget(function), values, grid, dim, shared_bytes)
 
     def _check_shared_bytes(self, kernel: str, size: object) -> None:
         limit = self.shared_bytes_per_block
@@ -112,6 +115,42 @@ class Simulator:
                 kernel,
                 f"{size!r} bytes of dynamic shared memory for kernel {kernel}: a block of compute "
                 f"capability {self.compute_capability} has a whole number of them, 0 to {limit}",
+            )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that has been checked: the kernel as the simulator runs it, and all it needs."""
+
+    simulator: Simulator
+    kernel: str
+    function: Callable
+    arguments: tuple
+    grid: Index
+    dim: Index
+    shared_bytes: int
+
+    def blocks(self, observer: Observer | None = None) -> Iterator[Block]:
+        """The blocks one by one, in the order they run; each must have run before the next."""
+        seed = self.simulator.seed
+        rng = None if seed is None else random.Random(int(seed))
+        for index in _block_indices(self.grid, rng):
+            memory = BlockMemory(
+                self.shared_bytes,
+                STATIC_SHARED_BYTES,
+                self.simulator.shared_bytes_per_block,
+                self.simulator.checks,
+            )
+            yield Block(
+                self.kernel,
+                self.function,
+                self.arguments,
+                index,
+                self.dim,
+                self.grid,
+                memory,
+                rng,
+                observer,
             )
 
 
@@ -220,6 +259,12 @@ class ConfiguredSimulation:
     def __call__(self, *arguments: object) -> None:
         """Run the kernel; array arguments are changed in place."""
         self._simulator.launch(self._kernel, self._grid, self._block, self._shared_bytes, arguments)
+
+    def prepare(self, *arguments: object) -> Launch:
+        """The launch, checked but not run."""
+        return self._simulator.prepare(
+            self._kernel, self._grid, self._block, self._shared_bytes, arguments
+        )
 
 
 class Simulation:
