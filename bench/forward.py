@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
-from numba import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
+from bench.timing import environment, forward_flops, results_file, time_once
 from fa2_numba import RUNGS, flash_attn_func
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 from fa2_numba.testing import compare
 
 WARM_UPS = 3
 ROUNDS = 9
-SLEEP_CYCLES = 2_000_000
 BACKENDS = {
     "torch_math": SDPBackend.MATH,
     "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -61,17 +56,6 @@ def first_head(x: torch.Tensor) -> np.ndarray:
     return x[:1, :, :1].cpu().numpy()
 
 
-def time_once(run: Callable[[], torch.Tensor]) -> float:
-    """Milliseconds on the GPU, the host's part hidden behind a waiting kernel."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
 def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     """Records of all contestants that take this problem."""
     batch, heads, seqlen, head_dim = shape
@@ -97,7 +81,7 @@ def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     for _ in range(ROUNDS):
         for name, run in runs.items():
             times[name].append(time_once(run))
-    flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+    flops = forward_flops(batch, heads, seqlen, head_dim, causal)
     return [
         {
             "name": name,
@@ -121,26 +105,6 @@ def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     ]
 
 
-def driver_version() -> str | None:
-    """The driver's version as nvidia-smi tells it, None without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0]
-
-
-def environment() -> dict:
-    """The machine and the versions a result belongs to."""
-    names = ("numba", "numba-cuda", "numpy", "torch")
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver_version(),
-        "driver_cuda": ".".join(map(str, cuda.cudadrv.driver.driver.get_version())),
-        "versions": {name: version(name) for name in names},
-        "date": date.today().isoformat(),
-    }
-
-
 def main() -> None:
     """Measure all shapes and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,8 +113,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     about = environment()
-    gpu = about["gpu"].lower().replace("nvidia ", "").replace(" ", "_")
-    out = options.out or Path(__file__).parent / "results" / gpu / "forward.json"
+    out = options.out or results_file(about["gpu"], "forward.json")
     problems = [
         (shape, dtype, causal)
         for shape in SHAPES

@@ -7,6 +7,7 @@ _PUBLIC = {
     "RUNGS": "fa2_numba.ladder",
     "Simulator": "fa2_numba.simulator",
     "simulate": "fa2_numba.simulator",
+    "Report": "fa2_numba.simulator",
     "attention_forward": "fa2_numba.reference",
     "attention_backward": "fa2_numba.reference",
     "ArgumentError": "fa2_numba.errors",

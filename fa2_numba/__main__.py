@@ -1,25 +1,29 @@
-"""`python -m fa2_numba` runs every rung on real Q, K, V; `... doctor` looks for what is wrong."""
+"""`python -m fa2_numba` runs every rung on real Q, K, V.
+
+`... diff` shows what a rung changes against another, `... doctor` looks for what is wrong.
+"""
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = {"doctor": "fa2_numba.doctor"}
+COMMANDS = {"diff": "fa2_numba.rung_diff", "doctor": "fa2_numba.doctor"}
 """Command -> module whose `main(argv)` runs it. Without a command the demo runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names, or the demo; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    module = "fa2_numba.demo.run"
     if arguments and arguments[0] in COMMANDS:
-        return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
+        module = COMMANDS[arguments.pop(0)]
     try:
-        demo = import_module("fa2_numba.demo.run")
+        command = import_module(module)
     except (ImportError, AttributeError) as error:
         # So fails Numba where it does not fit NumPy; the doctor knows what to do.
         print(f"error: {error}; `python -m fa2_numba doctor` says what to do", file=sys.stderr)
         return 2
-    return demo.main(arguments)
+    return command.main(arguments)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,15 @@ class TileConfig:
         return self.block_m // lane_rows, cols, EXCHANGE_COLS // lane_cols
 
     @property
+    def owned_elements(self) -> tuple[int, int, int]:
+        """What a sliced-K thread sums over the warps: rows of O, columns, steps between its rows.
+
+        It sums one column of every exchange, neighbouring threads neighbouring columns.
+        """
+        row_step = self.num_threads // EXCHANGE_COLS
+        return self.block_m // row_step, self.head_dim // EXCHANGE_COLS, row_step
+
+    @property
     def row_stride(self) -> int:
         """Elements from one row of a Q or K tile to the next.
 
@@ -112,7 +121,11 @@ class TileConfig:
 
     @property
     def sliced_k_shared_bytes(self) -> int:
-        """Shared memory of a sliced-K kernel: split-Q's tiles, partial O, row statistics."""
+        """Shared memory of a sliced-K kernel: split-Q's tiles, partial O, row statistics.
+
+        The statistics are a maximum and a sum a row and warp, and two factors a row; rungs that
+        rescale by one factor leave the room of the other empty, so that all ask for the same.
+        """
         partial_o = self.num_warps * self.block_m * EXCHANGE_COLS
         statistics = 2 * self.num_warps * self.block_m + 2 * self.block_m
         return self.split_q_shared_bytes + 4 * (partial_o + statistics)

@@ -11,6 +11,13 @@ WARP_SIZE = 32
 FULL_MASK = 0xFFFFFFFF
 """All 32 lanes of a warp take part in a shuffle or vote."""
 
+SECTOR_BYTES = 32
+"""What global memory moves at a time; four sectors are a cache line."""
+
+NUM_BANKS = 32
+BANK_BYTES = 4
+"""Shared memory has 32 banks; consecutive words of 4 bytes lie in consecutive banks."""
+
 KIB = 1024
 STATIC_SHARED_BYTES = 48 * KIB
 """A block may use so much without opting in to more; static arrays can never exceed it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from numbers import Real
 
 import numpy as np
@@ -21,13 +22,16 @@ from fa2_numba.launch import (
     SimulatorMachine,
     gpu_available,
 )
-from fa2_numba.simulator import RunTooLongError, Simulator
+from fa2_numba.simulator import Report, RunTooLongError, Simulator
 from fa2_numba.staging import stage
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 SIMULATED_SECONDS_PER_MULTIPLY_ADD = {True: 4e-6, False: 1e-6}
 """What a simulated multiply-add of Q K^T or P V costs, all in, with the checks on and off."""
+
+COUNTING_FACTOR = 3
+"""How many times longer a run takes at most that is counted."""
 
 
 def flash_attn_func(
@@ -47,6 +51,7 @@ def flash_attn_func(
     machine: str | Simulator = "auto",
     out: object = None,
     return_lse: bool = False,
+    report: bool = False,
 ) -> object:
     """Exact attention, softmax(softmax_scale Q K^T) V, by one rung of the ladder.
 
@@ -66,11 +71,12 @@ def flash_attn_func(
     the simulator), "gpu", "simulator", or a `Simulator` with its own options.
     out: an array to write the result into; like q in library, device, shape and dtype, any strides.
         It must be writable and share no memory with q, k or v. Refused arguments leave it as it is.
+    report: also return what the kernels did, counted by the simulator; no GPU can tell.
 
     Returns out like q; with return_lse (out, lse); with return_attn_probs (out, lse, S_dmask) where
     S_dmask is empty, as flash_attn's is without dropout. lse: (batch, heads, seqlen_q) float32,
     the natural logarithm of the softmax denominator. A query that sees no key gets out = 0 and
-    lse = -inf (FlashAttention-2 itself returns +inf there).
+    lse = -inf (FlashAttention-2 itself returns +inf there). With report, a `Report` comes last.
 
     Kernels on a GPU run asynchronously on the library's current stream. Raises `ArgumentError` (a
     ValueError) or TypeError before any launch, naming the argument, its value and the rule.
@@ -80,22 +86,28 @@ def flash_attn_func(
     _check_arrays(**arrays)
     scale = _check_scale(softmax_scale, arrays["q"])
     chosen = choose_rung(rung, arrays["q"].dtype)
-    place = _choose_machine(machine, arrays["q"])
+    place = _choose_machine(machine, arrays["q"], report)
 
     library, device = arrays["q"].library, arrays["q"].device
     batch, seqlen_q, heads, _ = arrays["q"].shape
     arrays["out"] = _output(out, **arrays)
     lse = library.empty((batch, heads, seqlen_q), "float32", device)
     arrays["lse"] = describe("lse", lse)
+    counted = Report(chosen.name)
     if 0 in arrays["q"].shape or 0 in arrays["k"].shape:
         library.fill(arrays["out"].value, 0.0)
         library.fill(lse, -math.inf)
     else:
-        _forward(chosen, place, arrays, scale, causal)
+        counted = sum(_forward(chosen, place, arrays, scale, causal), counted)
 
+    results = [arrays["out"].value]
+    if return_lse or return_attn_probs:
+        results.append(lse)
     if return_attn_probs:
-        return arrays["out"].value, lse, library.empty((0,), arrays["q"].dtype, device)
-    return (arrays["out"].value, lse) if return_lse else arrays["out"].value
+        results.append(library.empty((0,), arrays["q"].dtype, device))
+    if report:
+        results.append(replace(counted, name=chosen.name))
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _forward(
@@ -104,8 +116,8 @@ def _forward(
     arrays: dict[str, Array],
     softmax_scale: float,
     causal: bool,
-) -> None:
-    """Plan the rung's launches for these arrays and run them on `machine`."""
+) -> list[Report]:
+    """Plan the rung's launches for these arrays and run them on `machine`; returns its reports."""
     with machine.activate():
         there = stage(arrays, ("out", "lse"), machine)
         tensors = ForwardTensors(
@@ -120,8 +132,9 @@ def _forward(
             _refuse_hours(machine.simulator, tensors, config)
         launches = rung.plan_forward(tensors, config)
         _check_grids(launches, rung, tensors)
-        machine.run(launches)
+        reports = machine.run(launches)
         there.finish()
+        return reports
 
 
 def _check_grids(launches: list[KernelLaunch], rung: Rung, tensors: ForwardTensors) -> None:
@@ -141,7 +154,8 @@ def _refuse_hours(simulator: Simulator, tensors: ForwardTensors, config: TileCon
     cols = math.ceil(tensors.K.shape[1] / config.block_n) * config.block_n
     # Q K^T and P V; a rung that skips hidden tiles needs about half of it when causal.
     multiply_adds = 2 * batch * heads * rows * cols * config.head_dim
-    estimate = multiply_adds * SIMULATED_SECONDS_PER_MULTIPLY_ADD[simulator.checks]
+    seconds = SIMULATED_SECONDS_PER_MULTIPLY_ADD[simulator.checks]
+    estimate = multiply_adds * seconds * (COUNTING_FACTOR if simulator.counts else 1)
     if simulator.max_seconds is not None and estimate > simulator.max_seconds:
         raise RunTooLongError(
             f"q of shape {tensors.Q.shape}, k of shape {tensors.K.shape} would take about "
@@ -150,9 +164,13 @@ def _refuse_hours(simulator: Simulator, tensors: ForwardTensors, config: TileCon
         )
 
 
-def _choose_machine(machine: str | Simulator, q: Array) -> GpuMachine | SimulatorMachine:
+def _choose_machine(
+    machine: str | Simulator, q: Array, report: bool
+) -> GpuMachine | SimulatorMachine:
+    if not isinstance(report, (bool, np.bool_)):
+        raise ArgumentTypeError(f"report={report!r}: must be True or False")
     if isinstance(machine, Simulator):
-        return SimulatorMachine(machine)
+        return SimulatorMachine(replace(machine, counts=bool(report)))
     if not isinstance(machine, str) or machine not in ("auto", "gpu", "simulator"):
         raise ArgumentError(
             f"machine={machine!r}: must be 'auto', 'gpu', 'simulator' or a Simulator"
@@ -161,7 +179,12 @@ def _choose_machine(machine: str | Simulator, q: Array) -> GpuMachine | Simulato
     if machine == "gpu" and not on_gpu:
         raise ArgumentError("machine='gpu': no GPU here; `python -m fa2_numba doctor` says why")
     if machine == "simulator" or not on_gpu:
-        return SimulatorMachine(Simulator())
+        return SimulatorMachine(Simulator(counts=bool(report)))
+    if report:
+        raise ArgumentError(
+            f"report=True, machine={machine!r}: would run on a GPU; must be machine='simulator' or "
+            "a Simulator, which can count"
+        )
     if q.device is None:
         # Host arrays travel on the default stream; their library may not even know of GPUs.
         return GpuMachine(cuda.get_current_device().id)

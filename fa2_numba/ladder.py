@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from fa2_numba.config import TileConfig
 from fa2_numba.errors import ArgumentError
-from fa2_numba.kernels import fa1_sliced_k, fa2_split_q, standard
+from fa2_numba.kernels import (
+    fa1_sliced_k,
+    fa2_fewer_flops,
+    fa2_seq_parallel,
+    fa2_split_q,
+    standard,
+)
 from fa2_numba.launch import ForwardTensors, KernelLaunch
 
 
@@ -49,9 +55,23 @@ RUNGS = {
             fa1_sliced_k.plan_forward,
         ),
         Rung(
+            "fa2_fewer_flops",
+            "loops swapped: O stays on chip, unscaled, and is divided by l once",
+            "FA2 Alg. 1, section 3.1",
+            CUDA_CORE_DTYPES,
+            fa2_fewer_flops.plan_forward,
+        ),
+        Rung(
+            "fa2_seq_parallel",
+            "one block a query tile: the grid runs over the sequence too",
+            "FA2 section 3.2",
+            CUDA_CORE_DTYPES,
+            fa2_seq_parallel.plan_forward,
+        ),
+        Rung(
             "fa2_split_q",
-            "one block a query tile, warps own rows: no number crosses warps",
-            "FA2 Alg. 1, section 3.3",
+            "warps own rows of Q: no number crosses warps",
+            "FA2 section 3.3, Fig. 3 right",
             CUDA_CORE_DTYPES,
             fa2_split_q.plan_forward,
         ),

@@ -17,7 +17,7 @@ from numba.cuda.np.numpy_support import from_dtype
 from numba.cuda.typing.typeof import typeof
 
 from fa2_numba.constants import STATIC_SHARED_BYTES
-from fa2_numba.simulator import Simulator
+from fa2_numba.simulator import Report, Simulator
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,18 @@ class SimulatorMachine:
         """Nothing to do: the simulator is where Python runs."""
         return nullcontext()
 
-    def run(self, launches: list[KernelLaunch]) -> None:
-        """Run the kernels one after the other; returns when the last has finished."""
-        for launch in launches:
+    def run(self, launches: list[KernelLaunch]) -> list[Report]:
+        """Run the kernels one after the other; returns when the last has finished.
+
+        Returns their reports if the simulator counts.
+        """
+        reports = [
             self.simulator.launch(
                 launch.kernel, launch.grid, launch.threads, launch.shared_bytes, launch.arguments
             )
+            for launch in launches
+        ]
+        return reports if self.simulator.counts else []
 
 
 class GpuMachine:
@@ -91,13 +97,17 @@ class GpuMachine:
         """Makes the GPU current for what is done inside."""
         return _on_device(self.device)
 
-    def run(self, launches: list[KernelLaunch]) -> None:
-        """Queue the kernels on the stream and return at once; call it inside `activate()`."""
+    def run(self, launches: list[KernelLaunch]) -> list[Report]:
+        """Queue the kernels on the stream and return at once; call it inside `activate()`.
+
+        There are no reports of what a GPU does.
+        """
         for launch in launches:
             arguments, shared_bytes = launch.arguments, launch.shared_bytes
             kernel = _compiled(launch.kernel, signature(arguments), self.device, shared_bytes)
             grid, block = (*launch.grid, 1, 1)[:3], (launch.threads, 1, 1)
             kernel.launch(arguments, grid, block, self._stream, shared_bytes)
+        return []
 
 
 def gpu_available() -> bool:

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
+from fa2_numba.problem import Problem
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 
 # How many times the error of the same-precision reference, and one rounding, a kernel may be off:
@@ -192,17 +193,10 @@ def random_qkv(
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Problem):
     """One attention problem of the shape matrix and the reason why it is there."""
 
-    batch: int
-    heads: int
-    kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    causal: bool
-    reason: str
+    reason: str = ""
 
     @property
     def id(self) -> str:

@@ -58,6 +58,8 @@ def test_every_legal_combination_constructs(fields):
     assert (8 * cols, 8 * out_cols) == (config.block_n, config.head_dim)
     rows, cols, _ = config.sliced_k_elements
     assert 8 * rows == config.block_m and 4 * config.num_warps * cols == config.block_n
+    rows, cols, step = config.owned_elements
+    assert (step * rows, 16 * cols) == (config.block_m, config.head_dim)
     assert config.split_q_shared_bytes < config.sliced_k_shared_bytes
 
 

@@ -111,8 +111,9 @@ def test_the_signature_is_that_of_flash_attn():
         ("machine", "auto"),
         ("out", None),
         ("return_lse", False),
+        ("report", False),
     ]
-    assert keyword_only == ["rung", "machine", "out", "return_lse"]
+    assert keyword_only == ["rung", "machine", "out", "return_lse", "report"]
 
 
 def test_arguments_may_be_positional():
@@ -206,7 +207,7 @@ def test_memory_is_flat_over_repeated_calls():
 
 def test_no_array_is_kept_after_a_call(monkeypatch):
     """The same with arrays that are large beside everything else, and kernels that do nothing."""
-    monkeypatch.setattr(SimulatorMachine, "run", lambda self, launches: None)
+    monkeypatch.setattr(SimulatorMachine, "run", lambda self, launches: [])
     q, k, v = qkv(4000, 4000, head_dim=16)
     out = np.empty_like(q)
     machine = Simulator(max_seconds=None)

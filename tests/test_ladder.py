@@ -5,11 +5,13 @@ import re
 import tokenize
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fa2_numba
 from fa2_numba import RUNGS
 from fa2_numba.config import TileConfig
+from fa2_numba.device.sliced_k import swizzle
 from fa2_numba.paper import PAPER_STEPS
 
 KERNELS = Path(fa2_numba.__file__).parent / "kernels"
@@ -61,6 +63,19 @@ def test_the_maps_in_the_docstrings_are_those_of_the_tiles():
         assert f"warp {warp}   |  rows {first:3} .. {last} of S, O" in split_q
         first, last = warp * keys, (warp + 1) * keys - 1
         assert f"|{first:2} -{last:3} |" in sliced_k
+
+
+def test_partial_outputs_meet_no_bank_conflict():
+    """Lanes that store (8 rows x 4 columns) and sum (2 rows x 16 columns) hit 32 banks."""
+    lane = np.arange(32)
+    for first_row in range(0, 64, 8):
+        for first_col in range(0, 16, 4):
+            r, c = first_row + lane // 4, first_col + lane % 4
+            assert len(set((16 * r + swizzle.py_func(r, c)) % 32)) == 32
+    for first_row in range(0, 64, 2):
+        r, c = first_row + lane // 16, lane % 16
+        assert len(set((16 * r + swizzle.py_func(r, c)) % 32)) == 32
+        assert sorted(swizzle.py_func(r, c)[:16]) == list(range(16))
 
 
 def test_rungs_share_one_choice_of_tiles():

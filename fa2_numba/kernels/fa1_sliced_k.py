@@ -16,111 +16,24 @@ A row of S therefore crosses all warps: its maximum, its sum and its product wit
 results that meet in shared memory, with barriers between writing and reading them.
 """
 
-import math
 from functools import cache
 
 from numba import cuda
 from numba.cuda import float32
 
 from fa2_numba.config import EXCHANGE_COLS, SLICED_K_LANES, TileConfig
-from fa2_numba.constants import NEG_INF, WARP_SIZE
-from fa2_numba.device import device_function
-from fa2_numba.device.dtypes import FROM_FLOAT32
+from fa2_numba.constants import WARP_SIZE
+from fa2_numba.device.fa1_passes import make_update_output, make_update_statistics
 from fa2_numba.device.mask import make_mask_scores
-from fa2_numba.device.products import make_accumulate_values, make_compute_scores
-from fa2_numba.device.softmax import (
-    finite_max,
-    log_sum_exp,
-    make_exponentiate,
-    make_row_max,
-    share,
+from fa2_numba.device.products import make_compute_scores
+from fa2_numba.device.sliced_k import (
+    make_across_warps,
+    make_exchange_tiles,
+    make_store_partial,
 )
+from fa2_numba.device.softmax import finite_max, make_exponentiate, make_row_max
 from fa2_numba.device.tiles import locate_head, make_load_tile, shared_tile
 from fa2_numba.launch import ForwardTensors, KernelLaunch
-
-# Rows of scale_smem: the factors of the old O and of the new tile's P~ V.
-OLD, NEW = 0, 1
-
-
-@cache
-def make_across_warps(num_warps: int):
-    """`max_across(max_smem, r)`, `sum_across(sum_smem, r)`: row r over the slices of all warps."""
-
-    @device_function
-    def max_across(max_smem, r):
-        m = max_smem[0, r]
-        for w in range(1, num_warps):
-            m = max(m, max_smem[w, r])
-        return m
-
-    @device_function
-    def sum_across(sum_smem, r):
-        l = sum_smem[0, r]
-        for w in range(1, num_warps):
-            l += sum_smem[w, r]
-        return l
-
-    return max_across, sum_across
-
-
-@cache
-def make_update_statistics(config: TileConfig):
-    """`update_statistics(...)`: m and l of the query tile, one thread a row.
-
-    m_rows, l_rows and LSE_rows are the query tile's part of the arrays in HBM. Leaves in scale_smem
-    what row r of the old O (scale_smem[OLD, r]) and of the tile's P~ V (scale_smem[NEW, r]) must be
-    multiplied with to be parts of the new O.
-    """
-    BLOCK_M, NUM_THREADS = config.block_m, config.num_threads
-    max_across, sum_across = make_across_warps(config.num_warps)
-
-    @device_function
-    def update_statistics(scale_smem, max_smem, sum_smem, m_rows, l_rows, LSE_rows, first, last):
-        for r in range(cuda.threadIdx.x, BLOCK_M, NUM_THREADS):
-            if r < m_rows.shape[0]:
-                m_old, l_old = NEG_INF, float32(0.0)  # FA1 Alg. 1 line 2
-                if not first:
-                    m_old, l_old = m_rows[r], l_rows[r]  # FA1 Alg. 1 line 8
-                m_tile, l_tile = max_across(max_smem, r), sum_across(sum_smem, r)
-                m_new = max(m_old, m_tile)  # FA1 Alg. 1 line 11
-                old = math.exp(m_old - finite_max(m_new)) * l_old
-                new = math.exp(m_tile - finite_max(m_new))
-                l_new = old + new * l_tile
-                # Divided, not multiplied by 1 / l_new: a tile that adds nothing leaves O as it is.
-                scale_smem[OLD, r] = share(old, l_new)
-                scale_smem[NEW, r] = share(new, l_new)
-                m_rows[r], l_rows[r] = m_new, l_new  # FA1 Alg. 1 line 13
-                if last:
-                    # FlashAttention-1 itself keeps m and l; the interface wants their logarithm.
-                    LSE_rows[r] = log_sum_exp(m_new, l_new)
-
-    return update_statistics
-
-
-@cache
-def make_update_output(config: TileConfig, dtype: str):
-    """`update_output(...)`: add the warps' partial P~ V to EXCHANGE_COLS columns of O in HBM."""
-    NUM_WARPS, NUM_THREADS = config.num_warps, config.num_threads
-    EXCHANGE_SIZE = config.block_m * EXCHANGE_COLS
-    from_float32 = FROM_FLOAT32[dtype]
-
-    @device_function
-    def update_output(O_rows, O_acc_rows, partial_smem, scale_smem, first_d, first, last):
-        rows, head_dim = O_rows.shape[0], O_rows.shape[1]
-        for e in range(cuda.threadIdx.x, EXCHANGE_SIZE, NUM_THREADS):
-            r, c = e // EXCHANGE_COLS, e % EXCHANGE_COLS
-            if r < rows and first_d + c < head_dim:
-                o = float32(0.0)
-                for w in range(NUM_WARPS):
-                    o += partial_smem[w, r, c]
-                o *= scale_smem[NEW, r]
-                if not first:  # FA1 Alg. 1 line 8
-                    o += scale_smem[OLD, r] * O_acc_rows[r, first_d + c]
-                O_acc_rows[r, first_d + c] = o
-                if last:
-                    O_rows[r, first_d + c] = from_float32(o)
-
-    return update_output
 
 
 @cache
@@ -135,14 +48,11 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
     NUM_WARPS, ROW_STRIDE = config.num_warps, config.row_stride
     WARP_COLS = BLOCK_N // NUM_WARPS
     LANE_ROWS, LANE_COLS = SLICED_K_LANES
-    ROWS, COLS, OUT_COLS = config.sliced_k_elements
+    ROWS, COLS, _ = config.sliced_k_elements
     K_OFFSET = BLOCK_M * ROW_STRIDE
     V_OFFSET = K_OFFSET + BLOCK_N * ROW_STRIDE
-    PARTIAL_OFFSET = V_OFFSET + BLOCK_N * HEAD_DIM
-    MAX_OFFSET = PARTIAL_OFFSET + NUM_WARPS * BLOCK_M * EXCHANGE_COLS
-    SUM_OFFSET = MAX_OFFSET + NUM_WARPS * BLOCK_M
-    SCALE_OFFSET = SUM_OFFSET + NUM_WARPS * BLOCK_M
 
+    exchange_tiles = make_exchange_tiles(config, 2)
     load_q_tile = make_load_tile(config, BLOCK_M, dtype)
     load_kv_tile = make_load_tile(config, BLOCK_N, dtype)
     compute_scores = make_compute_scores(ROWS, COLS, SLICED_K_LANES, HEAD_DIM)
@@ -151,7 +61,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
     exponentiate = make_exponentiate(COLS, LANE_COLS)
     max_across, _ = make_across_warps(NUM_WARPS)
     update_statistics = make_update_statistics(config)
-    accumulate_values = make_accumulate_values(ROWS, COLS, OUT_COLS, SLICED_K_LANES)
+    store_partial = make_store_partial(config)
     update_output = make_update_output(config, dtype)
 
     def forward(
@@ -163,17 +73,16 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
         warp, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
         row, lane_col = lane // LANE_COLS, lane % LANE_COLS
         first_key = warp * WARP_COLS
+        col = first_key + lane_col
 
         smem = cuda.shared.array(0, float32)
         Q_smem = shared_tile(smem, 0, (BLOCK_M, ROW_STRIDE))
         K_smem = shared_tile(smem, K_OFFSET, (BLOCK_N, ROW_STRIDE))
         V_smem = shared_tile(smem, V_OFFSET, (BLOCK_N, HEAD_DIM))
-        partial_smem = shared_tile(smem, PARTIAL_OFFSET, (NUM_WARPS, BLOCK_M, EXCHANGE_COLS))
-        max_smem = shared_tile(smem, MAX_OFFSET, (NUM_WARPS, BLOCK_M))
-        sum_smem = shared_tile(smem, SUM_OFFSET, (NUM_WARPS, BLOCK_M))
-        scale_smem = shared_tile(smem, SCALE_OFFSET, (2, BLOCK_M))
+        partial_smem, max_smem, sum_smem, scale_smem = exchange_tiles(smem)
+        # Seen from the lane's first row on: further indices are constants and cost no registers.
+        max_lane, sum_lane = max_smem[:, row:], sum_smem[:, row:]
         S_reg = cuda.local.array((ROWS, COLS), float32)
-        O_reg = cuda.local.array((ROWS, OUT_COLS), float32)
 
         for first_col in range(0, seqlen_k, BLOCK_N):  # FA1 Alg. 1 line 5
             first, last = first_col == 0, first_col + BLOCK_N >= seqlen_k
@@ -181,53 +90,40 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
             load_kv_tile(V_smem, V_gmem, batch, kv_head, first_col)
 
             for first_row in range(0, seqlen_q, BLOCK_M):  # FA1 Alg. 1 line 7
-                last_row = min(first_row + BLOCK_M, seqlen_q)
                 load_q_tile(Q_smem, Q_gmem, batch, head, first_row)  # FA1 Alg. 1 line 8
                 # Each warp reads what all warps have loaded.
                 cuda.syncthreads()
 
                 # FA1 Alg. 1 line 9, each warp for its own keys
-                compute_scores(S_reg, Q_smem, K_smem, row, first_key + lane_col, softmax_scale)
-                col = first_col + first_key + lane_col
-                mask_scores(S_reg, first_row + row, col, seqlen_q, seqlen_k)
+                compute_scores(S_reg, Q_smem, K_smem, row, col, softmax_scale)
+                mask_scores(S_reg, first_row + row, first_col + col, seqlen_q, seqlen_k)
 
                 for i in range(ROWS):  # FA1 Alg. 1 line 10: a row's maximum crosses the warps
                     m = row_max(S_reg, i)
                     if lane_col == 0:
-                        max_smem[warp, row + LANE_ROWS * i] = m
+                        max_lane[warp, LANE_ROWS * i] = m
                 # Every warp reads the maxima of all slices.
                 cuda.syncthreads()
                 for i in range(ROWS):  # FA1 Alg. 1 line 10: and so does its sum
-                    m = max_across(max_smem, row + LANE_ROWS * i)
+                    m = max_across(max_lane, LANE_ROWS * i)
                     l = exponentiate(S_reg, i, finite_max(m))
                     if lane_col == 0:
-                        sum_smem[warp, row + LANE_ROWS * i] = l
+                        sum_lane[warp, LANE_ROWS * i] = l
                 # One thread a row reads the sums of all slices.
                 cuda.syncthreads()
-                # The query tile's rows in HBM
-                m_rows = m_gmem[batch, head, first_row:last_row]
-                l_rows = l_gmem[batch, head, first_row:last_row]
-                LSE_rows = LSE_gmem[batch, head, first_row:last_row]
+                # FA1 Alg. 1 lines 2, 8, 11, 13
+                statistics = m_gmem[batch, head], l_gmem[batch, head], LSE_gmem[batch, head]
                 update_statistics(
-                    scale_smem, max_smem, sum_smem, m_rows, l_rows, LSE_rows, first, last
+                    scale_smem, max_smem, sum_smem, statistics, first_row, first, last
                 )
-
-                O_rows = O_gmem[batch, first_row:last_row, head]
-                O_acc_rows = O_acc_gmem[batch, first_row:last_row, head]
+                outputs = O_gmem[batch, :, head], O_acc_gmem[batch, :, head]
                 # FA1 Alg. 1 line 12: P~ V crosses the warps, EXCHANGE_COLS columns at a time
                 for first_d in range(0, HEAD_DIM, EXCHANGE_COLS):
-                    for i in range(ROWS):
-                        for c in range(OUT_COLS):
-                            O_reg[i, c] = float32(0.0)
-                    accumulate_values(O_reg, S_reg, V_smem, first_key, first_d + lane_col)
-                    for i in range(ROWS):
-                        for c in range(OUT_COLS):
-                            d = lane_col + LANE_COLS * c
-                            partial_smem[warp, row + LANE_ROWS * i, d] = O_reg[i, c]
+                    store_partial(partial_smem, S_reg, V_smem, first_key, first_d)
                     # Every thread sums elements that all warps have written.
                     cuda.syncthreads()
                     update_output(
-                        O_rows, O_acc_rows, partial_smem, scale_smem, first_d, first, last
+                        outputs, partial_smem, scale_smem, first_row, first_d, first, last
                     )
                     # What comes next overwrites what slower threads still sum.
                     cuda.syncthreads()
@@ -238,12 +134,8 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
 
 def plan_forward(tensors: ForwardTensors, config: TileConfig) -> list[KernelLaunch]:
     """The launch that computes O and LSE, with float32 O, m and l in HBM between passes."""
-    batch, seqlen_q, heads, head_dim = tensors.Q.shape
-    workspaces = (
-        tensors.allocate((batch, seqlen_q, heads, head_dim)),
-        tensors.allocate((batch, heads, seqlen_q)),
-        tensors.allocate((batch, heads, seqlen_q)),
-    )
+    batch, _, heads, _ = tensors.Q.shape
+    workspaces = [tensors.allocate(x.shape) for x in (tensors.Q, tensors.LSE, tensors.LSE)]
     return [
         KernelLaunch(
             kernel=make_forward(config, tensors.dtype, tensors.causal),

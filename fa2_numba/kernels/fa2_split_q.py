@@ -1,10 +1,7 @@
-"""Split-Q, against `fa1_sliced_k`: warps own query rows, no number crosses warps (FA2 section 3.3).
+"""Split-Q, against `fa2_seq_parallel`: warps own query rows, not keys (FA2 section 3.3).
 
-This is FlashAttention-2 whole, so two more steps of the paper lie between the two: the loops are
-swapped, so that O stays on chip, unscaled, and is divided by l once at the end (section 3.1); and
-the grid runs over the query tiles of a head, not over heads alone (section 3.2).
-
-A thread block computes BLOCK_M rows of O for one head. Its warps split the rows of the Q tile:
+This is FlashAttention-2 whole. A thread block computes BLOCK_M rows of O for one head, as before,
+but its warps split the rows of the Q tile (FA2 Fig. 3 right):
 
                  K tile, V tile: read by every warp
                  +---------------------------+
@@ -135,7 +132,7 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
 
 
 def plan_forward(tensors: ForwardTensors, config: TileConfig) -> list[KernelLaunch]:
-    """The launches that compute O and LSE."""
+    """The launch that computes O and LSE."""
     batch, seqlen_q, heads, _ = tensors.Q.shape
     return [
         KernelLaunch(

@@ -12,13 +12,19 @@ from fa2_numba.simulator.errors import (
     UninitialisedReadError,
     WarpError,
 )
+from fa2_numba.simulator.report import BlockCounts, Comparison, Counts, LineCounts, Report
 from fa2_numba.simulator.run import Simulator, simulate
 
 __all__ = [
     "BarrierError",
+    "BlockCounts",
+    "Comparison",
+    "Counts",
     "LaunchError",
+    "LineCounts",
     "OutOfBoundsError",
     "RaceError",
+    "Report",
     "RunTooLongError",
     "SharedMemoryError",
     "SimulationError",

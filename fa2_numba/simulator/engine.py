@@ -148,6 +148,12 @@ class Warp:
 class Observer:
     """Is told what the threads of a block do together; this one does not care."""
 
+    def block_started(self, block: Block) -> None:
+        """No thread has run yet."""
+
+    def block_finished(self, block: Block) -> None:
+        """All threads have left the kernel."""
+
     def barrier_passed(self, block: Block, operation: str) -> None:
         """All threads of the block have met; the running one came last and is about to go on."""
 
@@ -201,16 +207,22 @@ class Block:
     def start(self) -> None:
         """Make every thread ready to run."""
         self.ready.extend(self._shuffled(self.threads))
+        if self.observer:
+            self.observer.block_started(self)
 
     def finish(self) -> None:
         """No thread is ready any more: all must have left the kernel."""
         if not all(thread.dead for thread in self.threads):
             raise self._stuck()
+        if self.observer:
+            self.observer.block_finished(self)
 
     def discard(self) -> None:
         """Free the threads, those that have not left the kernel too."""
         for thread in self.threads:
             if not thread.dead:
+                # Back to here, wherever that is: the collector may call this at any moment.
+                thread.parent = getcurrent()
                 thread.throw()
             # Python's collector frees no cycle of greenlets (thread -> block -> thread).
             vars(thread).clear()
@@ -315,10 +327,10 @@ class Block:
             else:
                 place = "have left the kernel" if thread.dead else "are ready to run"
             places.setdefault(place, []).append(thread.number)
-        return [f"{_with_warps(numbers)} {place}" for place, numbers in places.items()]
+        return [f"{with_warps(numbers)} {place}" for place, numbers in places.items()]
 
 
-def _with_warps(threads: list[int]) -> str:
+def with_warps(threads: list[int]) -> str:
     """`threads 0-39 (warps 0-1)`."""
     warps = sorted({number // WARP_SIZE for number in threads})
     return f"threads {ranges(threads)} (warp{'s' * (len(warps) > 1)} {ranges(warps)})"

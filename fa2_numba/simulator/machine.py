@@ -15,7 +15,7 @@ from greenlet import getcurrent
 
 from fa2_numba.constants import FULL_MASK, WARP_SIZE
 from fa2_numba.simulator.errors import WarpError
-from fa2_numba.simulator.memory import LocalArray, PlainIntegers, SimulatedArray, plain
+from fa2_numba.simulator.memory import PlainIntegers, SimulatedArray, plain
 from fa2_numba.simulator.values import cast_to, fma, fmax, fmin, int32, numpy_dtype
 
 
@@ -47,11 +47,9 @@ class LocalSpace:
     @staticmethod
     def array(shape: object, dtype: object, alignment: int | None = None) -> object:
         """A fresh array of this thread's own."""
-        dtype = numpy_dtype(dtype)
-        if not getcurrent().block.memory.checks:
-            return plain(np.empty(shape, dtype))
         frame = sys._getframe(1)
-        return LocalArray.allocate(shape, dtype, (frame.f_code, frame.f_lasti))
+        site = (frame.f_code, frame.f_lasti)
+        return getcurrent().block.memory.kinds.local(shape, numpy_dtype(dtype), site)
 
 
 class ConstantSpace:

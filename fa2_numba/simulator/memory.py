@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
@@ -173,7 +174,7 @@ class LocalArray(SimulatedArray):
         return cls(values, elements, _Name(site, "local"), bytearray(values.size))
 
     def _view(self, values: np.ndarray, elements: np.ndarray) -> LocalArray:
-        return LocalArray(values, elements, self._view_name(), self.written)
+        return type(self)(values, elements, self._view_name(), self.written)
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
         """Refuse what nothing wrote."""
@@ -234,7 +235,7 @@ class SharedArray(SimulatedArray):
         self.region = region
 
     def _view(self, values: np.ndarray, elements: np.ndarray) -> SharedArray:
-        return SharedArray(values, elements, self._view_name(), self.region)
+        return type(self)(values, elements, self._view_name(), self.region)
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
         """Refuse a read that no barrier orders after a write; remember it for later writes."""
@@ -380,17 +381,42 @@ def becomes_int(dtype: np.dtype) -> bool:
     return is_integer(dtype) and dtype != np.uint64
 
 
+@dataclass(frozen=True)
+class ArrayKinds:
+    """How the arrays of a launch are made.
+
+    argument(values, name): of a launch argument; shared(array): of a checked view of shared memory;
+    local(shape, dtype, site): one thread's own.
+    """
+
+    argument: Callable[[np.ndarray, str], object]
+    shared: Callable[[SharedArray], object]
+    local: Callable[[object, np.dtype, Place], object]
+
+
+CHECKED = ArrayKinds(
+    lambda values, name: GlobalArray(values, None, name),
+    lambda array: array,
+    LocalArray.allocate,
+)
+UNCHECKED = ArrayKinds(
+    lambda values, name: plain(values),
+    lambda array: plain(array.values),
+    lambda shape, dtype, site: plain(np.empty(shape, dtype)),
+)
+
+
 class BlockMemory:
     """The shared memory of one block: static arrays by the call that makes them; dynamic bytes."""
 
     def __init__(
-        self, dynamic_bytes: int, static_limit: int, total_limit: int, checks: bool
+        self, dynamic_bytes: int, static_limit: int, total_limit: int, kinds: ArrayKinds
     ) -> None:
         self.dynamic = SharedRegion(dynamic_bytes)
         self.dynamic_bytes = dynamic_bytes
         self.static_limit = static_limit
         self.total_limit = total_limit
-        self.checks = checks
+        self.kinds = kinds
         self.static_bytes = 0
         self._arrays: dict[tuple, object] = {}
 
@@ -422,8 +448,7 @@ class BlockMemory:
         return self._view(SharedRegion(size), dtype, shape, site)
 
     def _view(self, region: SharedRegion, dtype: np.dtype, shape: tuple, site: tuple) -> object:
-        array = region.view(dtype, 0, shape, _Name(site, "shared"))
-        return array if self.checks else plain(array.values)
+        return self.kinds.shared(region.view(dtype, 0, shape, _Name(site, "shared")))
 
 
 def _too_much(what: str) -> Exception:

@@ -8,8 +8,9 @@ the float literals change: they become NumPy's float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import CellType, CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,51 +46,76 @@ for _space in ("shared", "local", "const", "atomic"):
         if not _name.startswith("_"):
             _MEANING[id(getattr(_real, _name))] = getattr(_simulated, _name)
 
-_retargeted: WeakKeyDictionary[FunctionType, FunctionType] = WeakKeyDictionary()
+
+class Retargeting:
+    """One way to rebuild kernels; `PLAIN` is that of a run that is not counted.
+
+    meanings: what else stands for something, by identity; builtins: built-in functions that differ;
+    hooks: further globals of every copy; code_of: the code a copy gets; called: wraps the copies of
+    device functions.
+    """
+
+    def __init__(
+        self,
+        meanings: Mapping[int, object] = MappingProxyType({}),
+        builtins: Mapping[str, object] = MappingProxyType({}),
+        hooks: Mapping[str, object] = MappingProxyType({}),
+        code_of: Callable[[FunctionType], CodeType] = attrgetter("__code__"),
+        called: Callable[[Callable], Callable] = lambda function: function,
+    ) -> None:
+        self._hooks = dict(hooks)
+        self._code_of = code_of
+        self._meanings = _MEANING | dict(meanings)
+        self._builtins = BUILTINS | dict(builtins)
+        self._called = called
+        self._copies: WeakKeyDictionary[FunctionType, FunctionType] = WeakKeyDictionary()
+
+    def meaning(self, value: object) -> object:
+        """What a global or closure variable of a kernel stands for in the simulator."""
+        if id(value) in self._meanings:
+            return self._meanings[id(value)]
+        if isinstance(value, CUDADispatcher):
+            return self._called(self.function(value.py_func))
+        if isinstance(value, ModuleType):
+            return SimulatedModule(value, self.meaning)
+        if isinstance(value, np.ndarray):
+            return plain(value)
+        simulated = getattr(value, "simulated", None)
+        return simulated if callable(simulated) else scalar_value(value)
+
+    def function(self, function: FunctionType) -> FunctionType:
+        """A copy of `function` that runs in the simulator, and of the device functions it calls."""
+        if function in self._copies:
+            return self._copies[function]
+        scope = {MARKER: True, "__builtins__": self._builtins} | self._hooks
+        code = _with_float64_literals(self._code_of(function))
+        cells = {name: CellType() for name in code.co_freevars}
+        defaults = scalar_value(function.__defaults__)
+        copy = FunctionType(code, scope, function.__name__, defaults, tuple(cells.values()))
+        copy.__kwdefaults__ = function.__kwdefaults__
+        self._copies[function] = copy
+        for name in _names(code) & function.__globals__.keys():
+            scope[name] = self.meaning(function.__globals__[name])
+        originals = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, original in originals:
+            cells[name].cell_contents = self.meaning(original.cell_contents)
+        return copy
 
 
 class SimulatedModule:
     """A module whose attributes have their simulated meaning (`tiles.load_tile`, `np.int32`)."""
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, meaning: Callable[[object], object]) -> None:
         self._module = module
+        self._meaning = meaning
 
     def __getattr__(self, name: str) -> object:
-        value = meaning(getattr(self._module, name))
+        value = self._meaning(getattr(self._module, name))
         setattr(self, name, value)
         return value
 
 
-def meaning(value: object) -> object:
-    """What a global or closure variable of a kernel stands for in the simulator."""
-    if id(value) in _MEANING:
-        return _MEANING[id(value)]
-    if isinstance(value, CUDADispatcher):
-        return retarget(value.py_func)
-    if isinstance(value, ModuleType):
-        return SimulatedModule(value)
-    if isinstance(value, np.ndarray):
-        return plain(value)
-    simulated = getattr(value, "simulated", None)
-    return simulated if callable(simulated) else scalar_value(value)
-
-
-def retarget(function: FunctionType) -> Callable:
-    """A copy of `function` that runs in the simulator; device functions it calls are copied too."""
-    if function in _retargeted:
-        return _retargeted[function]
-    scope = {MARKER: True, "__builtins__": BUILTINS}
-    cells = tuple(CellType() for _ in function.__closure__ or ())
-    code = _with_float64_literals(function.__code__)
-    defaults = scalar_value(function.__defaults__)
-    copy = FunctionType(code, scope, function.__name__, defaults, cells)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    _retargeted[function] = copy
-    for name in _names(code) & function.__globals__.keys():
-        scope[name] = meaning(function.__globals__[name])
-    for cell, original in zip(cells, function.__closure__ or (), strict=True):
-        cell.cell_contents = meaning(original.cell_contents)
-    return copy
+PLAIN = Retargeting()
 
 
 def _with_float64_literals(code: CodeType) -> CodeType:

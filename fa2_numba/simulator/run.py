@@ -25,10 +25,12 @@ from fa2_numba.constants import (
     SHARED_BYTES_PER_BLOCK,
     STATIC_SHARED_BYTES,
 )
+from fa2_numba.simulator.counting import Counter
 from fa2_numba.simulator.engine import Block, Index, Observer, raised_at
 from fa2_numba.simulator.errors import LaunchError, RunTooLongError, SimulationError
-from fa2_numba.simulator.memory import BlockMemory, GlobalArray, plain
-from fa2_numba.simulator.retarget import retarget
+from fa2_numba.simulator.memory import CHECKED, UNCHECKED, ArrayKinds, BlockMemory
+from fa2_numba.simulator.report import Report
+from fa2_numba.simulator.retarget import PLAIN
 from fa2_numba.simulator.source import describe_line, line_number
 from fa2_numba.simulator.values import scalar_value
 
@@ -46,6 +48,7 @@ class Simulator:
     compute_capability: the architecture whose shared-memory limit holds.
     max_seconds: a launch that takes, or will take, longer is ended; None never ends one.
     progress: show a bar on launches that take longer than a few seconds.
+    counts: count what the kernel does; a launch then returns a `Report` (up to 3 times slower).
     """
 
     checks: bool = True
@@ -53,6 +56,7 @@ class Simulator:
     compute_capability: tuple[int, int] = (9, 0)
     max_seconds: float | None = 600.0
     progress: bool = True
+    counts: bool = False
 
     def __post_init__(self) -> None:
         known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_BYTES_PER_BLOCK)
@@ -62,6 +66,7 @@ class Simulator:
             "compute_capability": (_is_capability, f"one of {known}, as a pair like (9, 0)"),
             "max_seconds": (_is_limit, "a positive number or None"),
             "progress": (_is_bool, "True or False"),
+            "counts": (_is_bool, "True or False"),
         }
         for field, (holds, rule) in rules.items():
             value = getattr(self, field)
@@ -75,8 +80,11 @@ class Simulator:
 
     def launch(
         self, kernel: object, grid: object, block: object, shared_bytes: int, arguments: tuple
-    ) -> None:
-        """Run every block of the grid; array arguments are changed in place."""
+    ) -> Report | None:
+        """Run every block of the grid; array arguments are changed in place.
+
+        Returns the report if the simulator counts.
+        """
         launch = self.prepare(kernel, grid, block, shared_bytes, arguments)
         bar = tqdm(
             total=math.prod(launch.grid),
@@ -89,12 +97,13 @@ class Simulator:
         watch = _Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
         try:
             with bar, watch:
-                for one in launch.blocks():
+                for one in launch.blocks(launch.counter):
                     one.run()
                     watch.finished_block()
                     bar.update()
         except _TimeUp as interruption:
             watch.time_up(interruption)
+        return launch.counter.report if launch.counter else None
 
     def prepare(
         self, kernel: object, grid: object, block: object, shared_bytes: int, arguments: tuple
@@ -104,8 +113,14 @@ class Simulator:
         name = function.__name__
         grid, dim = _launch_shape(name, grid, block)
         self._check_shared_bytes(name, shared_bytes)
-        values = _simulated_arguments(function, arguments, self.checks)
-        return Launch(self, name, retarget(function), values, grid, dim, shared_bytes)
+        if self.counts:
+            counter = Counter(function, self.checks)
+            simulated, kinds = counter.function, counter.kinds
+        else:
+            counter, simulated = None, PLAIN.function(function)
+            kinds = CHECKED if self.checks else UNCHECKED
+        values = _simulated_arguments(function, arguments, kinds)
+        return Launch(self, name, simulated, values, kinds, grid, dim, shared_bytes, counter)
 
     def _check_shared_bytes(self, kernel: str, size: object) -> None:
         limit = self.shared_bytes_per_block
@@ -126,9 +141,11 @@ class Launch:
     kernel: str
     function: Callable
     arguments: tuple
+    kinds: ArrayKinds
     grid: Index
     dim: Index
     shared_bytes: int
+    counter: Counter | None
 
     def blocks(self, observer: Observer | None = None) -> Iterator[Block]:
         """The blocks one by one, in the order they run; each must have run before the next."""
@@ -139,7 +156,7 @@ class Launch:
                 self.shared_bytes,
                 STATIC_SHARED_BYTES,
                 self.simulator.shared_bytes_per_block,
-                self.simulator.checks,
+                self.kinds,
             )
             yield Block(
                 self.kernel,
@@ -188,6 +205,7 @@ class _Watch:
         self.limit = math.inf if max_seconds is None else float(max_seconds)
         self.start = time.perf_counter()
         self.done = 0
+        self._interrupted = False
         self._ended = threading.Event()
         self._simulating = ctypes.c_ulong(threading.get_ident())
         self._watcher = threading.Thread(target=self._interrupt, daemon=True)
@@ -200,15 +218,32 @@ class _Watch:
         self._ended.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        # Takes back an interruption that has not arrived yet.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._simulating, None)
+        if self._interrupted:
+            self._swallow()
 
     def _interrupt(self) -> None:
         pause = self.limit
         # Again, for Python drops an exception that comes while an object is being finalised.
         while not self._ended.wait(pause):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._simulating, ctypes.py_object(_TimeUp))
+            self._interrupted = True
+            self._send()
             pause = INTERRUPT_AGAIN_SECONDS
+
+    def _send(self) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._simulating, ctypes.py_object(_TimeUp))
+
+    def _swallow(self) -> None:
+        """An interruption that has not arrived yet shall not come later.
+
+        One more takes its place and is caught: Python 3.11 would look for ever for one that is only
+        taken back, and under a debugger hang at the next call.
+        """
+        try:
+            self._send()
+            while True:
+                pass
+        except _TimeUp:
+            pass
 
     def time_up(self, interruption: _TimeUp) -> None:
         """Say where the launch was. It may have been in `__exit__`, so that is done again."""
@@ -256,9 +291,11 @@ class ConfiguredSimulation:
         self._grid, self._block = config[:2]
         self._shared_bytes = config[3] if len(config) == 4 else 0
 
-    def __call__(self, *arguments: object) -> None:
-        """Run the kernel; array arguments are changed in place."""
-        self._simulator.launch(self._kernel, self._grid, self._block, self._shared_bytes, arguments)
+    def __call__(self, *arguments: object) -> Report | None:
+        """Run the kernel; array arguments are changed in place. Returns what has been counted."""
+        return self._simulator.launch(
+            self._kernel, self._grid, self._block, self._shared_bytes, arguments
+        )
 
     def prepare(self, *arguments: object) -> Launch:
         """The launch, checked but not run."""
@@ -282,17 +319,18 @@ class Simulation:
 def simulate(kernel: Callable, **options: object) -> Simulation:
     """Run a `@cuda.jit` kernel on the CPU, thread by thread, exactly as it is written.
 
-        simulate(my_kernel)[blocks, threads, stream, shared_bytes](a, b)
+        report = simulate(my_kernel)[blocks, threads, stream, shared_bytes](a, b)
 
     The launch configuration is Numba's; the stream is ignored. NumPy array arguments are changed in
-    place. `options` are the fields of `Simulator`. Raises a `SimulationError` that names the thread
+    place. Returns a `Report` of what the kernel did; with counts=False, which is faster, None.
+    `options` are the fields of `Simulator`. Raises a `SimulationError` that names the thread
     and the source line where the kernel does what a GPU leaves undefined.
 
     Two limits: races are looked for in shared memory only, not in global memory. And a thread that
     waits in a loop for another one gives it a turn if the loop has an atomic operation or a
     `nanosleep`; one that reads plain memory again and again runs until `max_seconds` ends it.
     """
-    return Simulation(Simulator(**options), kernel)
+    return Simulation(Simulator(**{"counts": True} | options), kernel)
 
 
 def _kernel_function(kernel: object) -> FunctionType:
@@ -337,7 +375,7 @@ def _block_indices(grid: Index, rng: random.Random | None) -> Iterator[Index]:
     return iter(shuffled)
 
 
-def _simulated_arguments(function: Callable, arguments: tuple, checks: bool) -> tuple:
+def _simulated_arguments(function: Callable, arguments: tuple, kinds: ArrayKinds) -> tuple:
     signature = inspect.signature(function)
     try:
         bound = signature.bind(*arguments)
@@ -351,14 +389,14 @@ def _simulated_arguments(function: Callable, arguments: tuple, checks: bool) -> 
         ) from error
     bound.apply_defaults()
     return tuple(
-        _simulated_argument(function.__name__, name, value, checks)
+        _simulated_argument(function.__name__, name, value, kinds)
         for name, value in bound.arguments.items()
     )
 
 
-def _simulated_argument(kernel: str, name: str, value: object, checks: bool) -> object:
+def _simulated_argument(kernel: str, name: str, value: object, kinds: ArrayKinds) -> object:
     if isinstance(value, np.ndarray):
-        return GlobalArray(value, None, name) if checks else plain(value)
+        return kinds.argument(value, name)
     if hasattr(value, "__cuda_array_interface__"):
         what = f"argument {name} is on a GPU, in kernel {kernel}: the simulator takes NumPy arrays"
         raise _error(LaunchError, kernel, what)

@@ -32,8 +32,9 @@ def call_chain() -> tuple[Place, ...]:
     """Where the current thread stands: its kernel frames, innermost first."""
     chain = []
     frame = kernel_frame()
-    while frame is not None and MARKER in frame.f_globals:
-        chain.append((frame.f_code, frame.f_lasti))
+    while frame is not None:
+        if MARKER in frame.f_globals:
+            chain.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(chain)
 
@@ -48,9 +49,13 @@ def line_number(code: CodeType, lasti: int) -> int:
 
 def describe_line(code: CodeType, lasti: int) -> str:
     """`file.py:12: source text` of the instruction at `lasti`."""
-    line = line_number(code, lasti)
-    text = linecache.getline(code.co_filename, line).strip()
-    return f"{Path(code.co_filename).name}:{line}: {text}" if text else f"{code.co_filename}:{line}"
+    return describe_source_line(code.co_filename, line_number(code, lasti))
+
+
+def describe_source_line(filename: str, line: int) -> str:
+    """The same for a line of a file."""
+    text = linecache.getline(filename, line).strip()
+    return f"{Path(filename).name}:{line}: {text}" if text else f"{filename}:{line}"
 
 
 def stored_name(code: CodeType, lasti: int) -> str | None:

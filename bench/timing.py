@@ -1,0 +1,154 @@
+"""What the scripts of this folder share: a rung ready to run, a time, the machine's description.
+
+torch is imported where it is used, so that all the rest works, and is tested, without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from numba import cuda
+
+from fa2_numba.arrays import describe
+from fa2_numba.config import TileConfig, choose_tiles
+from fa2_numba.ladder import RUNGS
+from fa2_numba.launch import ForwardTensors, GpuMachine, KernelLaunch, SimulatorMachine
+from fa2_numba.staging import stage
+
+SLEEP_CYCLES = 2_000_000
+CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rung's launches with all their arrays: running them allocates nothing.
+
+    O and LSE: the arrays that `run` fills, NaN before that.
+    """
+
+    rung: str
+    config: TileConfig
+    machine: GpuMachine | SimulatorMachine
+    launches: list[KernelLaunch]
+    O: object
+    LSE: object
+
+    def run(self) -> None:
+        """Queue the launches."""
+        with self.machine.activate():
+            self.machine.run(self.launches)
+
+
+def prepare(
+    rung: str, machine: GpuMachine | SimulatorMachine, inputs: tuple, causal: bool
+) -> Prepared:
+    """Plan a rung for the arrays Q, K, V, all of one library, on the machine that holds them."""
+    arrays = {name: describe(name, value) for name, value in zip("qkv", inputs, strict=True)}
+    library, device, dtype = (getattr(arrays["q"], a) for a in ("library", "device", "dtype"))
+    batch, seqlen_q, heads, head_dim = arrays["q"].shape
+    out = library.empty_like(inputs[0])
+    lse = library.empty((batch, heads, seqlen_q), "float32", device)
+    for name, value in (("out", out), ("lse", lse)):
+        library.fill(value, math.nan)
+        arrays[name] = describe(name, value)
+    with machine.activate():
+        there = stage(arrays, ("out", "lse"), machine)
+        tensors = ForwardTensors(
+            *(there.views[name] for name in ("q", "k", "v", "out", "lse")),
+            softmax_scale=np.float32(1 / math.sqrt(head_dim)),
+            causal=causal,
+            dtype=dtype,
+            allocate=there.allocate,
+        )
+        config = choose_tiles(head_dim, machine.shared_bytes_per_block)
+        launches = RUNGS[rung].plan_forward(tensors, config)
+    return Prepared(rung, config, machine, launches, out, lse)
+
+
+def cuda_core_rungs() -> list[str]:
+    """The rungs that take float32 arrays, from the bottom of the ladder up."""
+    return [name for name, rung in RUNGS.items() if "float32" in rung.dtypes]
+
+
+def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> tuple:
+    """Standard normal float32 Q, K, V on the GPU."""
+    import torch
+
+    torch.manual_seed(0)
+    sizes = batch, seqlen, heads, head_dim
+    return tuple(torch.randn(sizes, dtype=torch.float32, device="cuda") for _ in range(3))
+
+
+def gpu_machine() -> GpuMachine:
+    """torch's current GPU and stream, on which kernels and events stand in one queue."""
+    import torch
+
+    return GpuMachine(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+
+
+def time_once(run: Callable[[], object]) -> float:
+    """Milliseconds on the GPU, the host's part hidden behind a waiting kernel."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def forward_flops(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> float:
+    """Operations of the two matrix products, half of them if causal."""
+    return 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+
+
+def nvidia_smi(*names: str) -> list[str] | None:
+    """What nvidia-smi says of the first GPU, None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    return [value.strip() for value in lines[0].split(",")] if lines else None
+
+
+def clocks() -> dict[str, str] | None:
+    """The clocks and the power right now, None if nvidia-smi does not tell."""
+    values = nvidia_smi(*CLOCKS)
+    return dict(zip(CLOCKS, values, strict=False)) if values else None
+
+
+def environment() -> dict:
+    """The machine and the versions a result belongs to."""
+    import torch
+
+    driver = nvidia_smi("driver_version")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver[0] if driver else None,
+        "driver_cuda": ".".join(map(str, cuda.cudadrv.driver.driver.get_version())),
+        "versions": {name: _version(name) for name in ("numba", "numba-cuda", "numpy", "torch")},
+        "date": date.today().isoformat(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def results_file(gpu: str, name: str) -> Path:
+    """Where the results of a GPU are kept."""
+    folder = gpu.lower().replace("nvidia ", "").replace(" ", "_")
+    return Path(__file__).parent / "results" / folder / name

@@ -1,0 +1,1 @@
+"""What the lessons show: models of the hardware, measurements on it, and figures of both."""

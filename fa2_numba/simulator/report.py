@@ -1,0 +1,275 @@
+"""What a simulated launch did, in numbers: in total, per block and per source line."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+TEXT_WIDTH = 100
+NUMBER_WIDTH = 13
+NUMBERS_WIDTH = 62
+"""What the columns of numbers take beside a source line."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers that add up.
+
+    A request is one instruction of a warp that reads or writes memory, for up to 32 lanes at once.
+
+    global_load_requests, global_store_requests, shared_load_requests, shared_store_requests:
+        requests, by where and what.
+    global_load_bytes, ..., shared_store_bytes: what the lanes asked for, the element size for each.
+    global_load_sectors, global_store_sectors: 32-byte pieces of HBM that the requests touch; as
+        many as bytes / 32 where neighbouring lanes read neighbouring addresses (coalesced).
+    shared_load_replays, shared_store_replays: bank conflicts, times that a request was repeated.
+    barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp.
+    atomics: atomic updates, once for a thread, which are no loads or stores here.
+    special_calls: exp, log, sqrt and the like, once for a thread; so are the following.
+    multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations.
+    additions, multiplications, divisions, maxima: all other float32 operations.
+    """
+
+    global_load_requests: int = 0
+    global_load_bytes: int = 0
+    global_load_sectors: int = 0
+    global_store_requests: int = 0
+    global_store_bytes: int = 0
+    global_store_sectors: int = 0
+    shared_load_requests: int = 0
+    shared_load_bytes: int = 0
+    shared_load_replays: int = 0
+    shared_store_requests: int = 0
+    shared_store_bytes: int = 0
+    shared_store_replays: int = 0
+    barriers: int = 0
+    warp_syncs: int = 0
+    shuffles: int = 0
+    votes: int = 0
+    atomics: int = 0
+    special_calls: int = 0
+    multiply_adds: int = 0
+    additions: int = 0
+    multiplications: int = 0
+    divisions: int = 0
+    maxima: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        names = [field.name for field in fields(self)]
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __mul__(self, times: int) -> Counts:
+        return Counts(*(times * getattr(self, field.name) for field in fields(self)))
+
+    __rmul__ = __mul__
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Replays of requests to shared memory."""
+        return self.shared_load_replays + self.shared_store_replays
+
+    @property
+    def matmul_flops(self) -> int:
+        """float32 operations of matrix products."""
+        return 2 * self.multiply_adds
+
+    @property
+    def other_flops(self) -> int:
+        """All other float32 operations; special functions are counted apart."""
+        return self.additions + self.multiplications + self.divisions + self.maxima
+
+
+SUMMARY = (
+    "global_load_bytes",
+    "global_store_bytes",
+    "shared_load_bytes",
+    "shared_store_bytes",
+    "bank_conflicts",
+    "barriers",
+    "shuffles",
+    "atomics",
+    "special_calls",
+    "matmul_flops",
+    "other_flops",
+)
+"""The numbers that tell most, in the order they are shown."""
+
+DETAILS = tuple(field.name for field in fields(Counts))
+
+ARITHMETIC = (
+    "matmul_flops",
+    "other_flops",
+    "multiply_adds",
+    "additions",
+    "multiplications",
+    "divisions",
+)
+"""What is counted from the source alone."""
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """One thread block: the kernel's name, the block's index (x, y, z), its counts."""
+
+    kernel: str
+    index: tuple[int, int, int]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class LineCounts:
+    """Memory traffic of one line of a kernel, with that of the device functions it calls."""
+
+    kernel: str
+    file: str
+    line: int
+    counts: Counts
+
+    @property
+    def text(self) -> str:
+        """The source line."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+class _Shown(JupyterMixin):
+    """Renders in a notebook, and as plain text wherever it is printed."""
+
+    def __str__(self) -> str:
+        console = Console(width=TEXT_WIDTH, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+@dataclass(frozen=True, repr=False)
+class Report(_Shown):
+    """What one launch did, or several: `a + b`, `sum(reports)`.
+
+    Every field and property of `Counts` is an attribute, the total of all blocks:
+    `report.global_load_bytes`. `blocks` and `lines` hold the parts.
+
+    uncounted: why the arithmetic could not be counted, if so; asking for it is a ValueError then.
+    """
+
+    name: str
+    blocks: tuple[BlockCounts, ...] = ()
+    lines: tuple[LineCounts, ...] = ()
+    uncounted: str = ""
+
+    @cached_property
+    def total(self) -> Counts:
+        """The sum over the blocks."""
+        return sum((block.counts for block in self.blocks), Counts())
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The names of SUMMARY that this report knows."""
+        return tuple(name for name in SUMMARY if not (self.uncounted and name in ARITHMETIC))
+
+    def __getattr__(self, name: str) -> int:
+        if name in ARITHMETIC and self.uncounted:
+            raise ValueError(f"{name}: not counted; {self.uncounted}")
+        if name in DETAILS or name in SUMMARY:
+            return getattr(self.total, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __add__(self, other: Report) -> Report:
+        if not isinstance(other, Report):
+            return NotImplemented
+        lines: dict[tuple[str, str, int], LineCounts] = {}
+        for one in self.lines + other.lines:
+            key = (one.kernel, one.file, one.line)
+            counts = lines[key].counts + one.counts if key in lines else one.counts
+            lines[key] = LineCounts(*key, counts)
+        name = self.name if self.name == other.name else f"{self.name} + {other.name}"
+        uncounted = self.uncounted or other.uncounted
+        return Report(name, self.blocks + other.blocks, tuple(lines.values()), uncounted)
+
+    def __radd__(self, other: object) -> Report:
+        """`sum` starts with 0."""
+        return self if other == 0 else NotImplemented
+
+    def compare(self, other: Report) -> Comparison:
+        """This report beside another one, with ratios."""
+        return Comparison(self, other)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        blocks = len(self.blocks)
+        yield Text(f"{self.name}: {blocks} block{'s' * (blocks != 1)}")
+        yield self._totals(max(blocks, 1))
+        if self.uncounted:
+            yield Text(f"Arithmetic is not counted: {self.uncounted}")
+        text_width = max(options.max_width - NUMBERS_WIDTH, NUMBERS_WIDTH)
+        for kernel in dict.fromkeys(line.kernel for line in self.lines):
+            yield Text(f"Bytes by source line of {kernel}")
+            yield self._by_line(kernel, text_width)
+
+    def _totals(self, blocks: int) -> Table:
+        table = _table("", "total", "per block")
+        for name in self.counted:
+            value = getattr(self, name)
+            table.add_row(name, f"{value:,}", f"{value / blocks:,.1f}".removesuffix(".0"))
+        return table
+
+    def _by_line(self, kernel: str, text_width: int) -> Table:
+        table = _table("line", "global", "shared", "conflicts")
+        table.add_column("source", no_wrap=True, overflow="ellipsis", max_width=text_width)
+        for line in self.lines:
+            if line.kernel != kernel:
+                continue
+            counts = line.counts
+            table.add_row(
+                str(line.line),
+                f"{counts.global_load_bytes + counts.global_store_bytes:,}",
+                f"{counts.shared_load_bytes + counts.shared_store_bytes:,}",
+                f"{counts.bank_conflicts:,}",
+                Text(line.text),
+            )
+        return table
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(_Shown):
+    """Two reports side by side; `ratios[name]` is the second over the first."""
+
+    first: Report
+    second: Report
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Second over first by name; nan for 0 over 0, inf for something over 0."""
+        return {
+            name: _ratio(getattr(self.first, name), getattr(self.second, name))
+            for name in self.first.counted
+            if name in self.second.counted
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = _table("", self.first.name, self.second.name, "ratio")
+        for name, ratio in self.ratios.items():
+            first, second = getattr(self.first, name), getattr(self.second, name)
+            shown = "" if ratio != ratio else f"{ratio:.3g}"
+            table.add_row(name, f"{first:,}", f"{second:,}", shown)
+        yield table
+
+
+def _ratio(first: int, second: int) -> float:
+    if first:
+        return second / first
+    return float("inf") if second else float("nan")
+
+
+def _table(*names: str) -> Table:
+    """A column of names, then columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, name in enumerate(names):
+        justify = "right" if number else "left"
+        table.add_column(Text(name), justify=justify, min_width=NUMBER_WIDTH if number else None)
+    return table

@@ -1,0 +1,236 @@
+"""Runs a launch from one pause to the next. Knows nothing of who looks at it.
+
+Paused threads refer to the session, so whoever uses it must not be referred to by it: only then is
+the user freed when nobody needs it any more, and can free the threads.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from greenlet import getcurrent
+
+from fa2_numba.simulator.engine import Block, Index, Observer, Thread, Warp
+from fa2_numba.simulator.errors import SimulationError
+from fa2_numba.simulator.run import Launch
+from fa2_numba.simulator.source import describe_line, describe_source_line, kernel_place
+from fa2_numba.simulator.stepper.statements import Statement, Statements
+from fa2_numba.simulator.stepper.tracing import Tracing, hand_over
+
+
+@dataclass(frozen=True)
+class Event:
+    """What ended a step.
+
+    kind: "start", "barrier", "warp", "line" (a thread, or every thread, stands before a statement),
+        "left" (a thread has left the kernel), "finished" (the launch has), "error" or "closed".
+    block: its index in the grid. warp: the number of the warp that met. thread: the index in its
+        block of the thread that stopped, or that came last to where all have met.
+    operation: what they met in. line: `file.py:12: source text`.
+    """
+
+    kind: str
+    block: Index | None = None
+    warp: int | None = None
+    thread: Index | None = None
+    operation: str = ""
+    line: str = ""
+
+    def __repr__(self) -> str:
+        who = f"thread {self.thread}" if self.thread else "every thread that could get there"
+        what = {
+            "start": f"block {self.block} is about to start",
+            "barrier": f"all threads of block {self.block} have met in {self.operation}",
+            "warp": f"warp {self.warp} of block {self.block} has met in {self.operation}",
+            "line": f"{who}, of block {self.block}, stands before a statement",
+            "left": f"thread {self.thread} of block {self.block} has left the kernel",
+            "finished": "the launch has finished",
+            "closed": "the stepper was closed before the end",
+            "error": f"the launch has failed: {self.operation}",
+        }
+        return what[self.kind] + (f" at {self.line}" if self.line else "")
+
+
+class Session(Observer):
+    """The state of a launch that is run step by step."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.statements = Statements(launch.function)
+        self.done = False
+        self._owner = threading.get_ident()
+        self._blocks = launch.blocks(self)
+        self._held: list[Thread] = []
+        self.event: Event | None = None
+        self._forget_goal()
+        self._next_block()
+        self.event = Event("start", self.block.index)
+
+    def to_barrier(self) -> Event:
+        """Run until all threads of a block have passed a barrier."""
+        return self._run(barrier=True)
+
+    def to_warp_event(self, warp: int | None) -> Event:
+        """Run until some warp, or the given one, has met."""
+        return self._run(warp=lambda number: warp in (None, number))
+
+    def to_statement(self, wanted: set[Statement], threads: list[int] | None) -> Event:
+        """Run until one of the threads (None: any) stands before one of the statements."""
+
+        def reached(thread: Thread, statement: Statement) -> None:
+            if statement in wanted:
+                self._pause_before(thread, statement)
+
+        return self._run(trace=(threads, {file for file, _ in wanted}, reached))
+
+    def all_to_statement(self, wanted: set[Statement]) -> Event:
+        """Run until no thread can go on that does not stand before one of the statements."""
+
+        def reached(thread: Thread, statement: Statement) -> None:
+            if statement in wanted:
+                self._held.append(thread)
+                self._line_event = self._standing(None, statement)
+                hand_over(thread)
+
+        return self._run(trace=(None, {file for file, _ in wanted}, reached))
+
+    def next_statement(self, number: int) -> Event:
+        """Run one thread up to its next statement, and others where it must wait for them."""
+        thread = self.block.threads[number]
+        if thread.dead:
+            raise ValueError(f"thread {thread.index} of block {self.block.index} has left")
+        # One that has not started stands before its first statement already.
+        to_skip = [] if thread else [None]
+
+        def reached(thread: Thread, statement: Statement) -> None:
+            if to_skip:
+                to_skip.pop()
+            else:
+                self._pause_before(thread, statement)
+
+        return self._run(thread, trace=([number], self.statements.files, reached))
+
+    def finish(self) -> Event:
+        """Run to the end of the launch."""
+        return self._run()
+
+    def barrier_passed(self, block: Block, operation: str) -> None:
+        """The last thread to arrive pauses, before any of them goes on."""
+        if self._barrier:
+            self._pause_after("barrier", operation, None)
+
+    def warp_met(self, warp: Warp, operation: str, threads: list[Thread]) -> None:
+        """So does the last lane."""
+        if self._warp(warp.number):
+            self._pause_after("warp", operation, warp.number)
+
+    def close(self) -> None:
+        """Free the threads; a launch that has not ended is given up."""
+        if not self.done:
+            self.event = Event("closed", self.block.index)
+        self.done = True
+        if self.block is not None and threading.get_ident() == self._owner:
+            host = sys.gettrace()
+            self.block.discard()
+            if sys.gettrace() is not host:  # a thread that was paused while tracing ended that
+                sys.settrace(host)
+
+    def _forget_goal(self) -> None:
+        self._barrier = False
+        self._warp: Callable[[int], bool] = lambda number: False
+        self._line_event: Event | None = None
+
+    def _run(
+        self,
+        first: Thread | None = None,
+        barrier: bool = False,
+        warp: Callable[[int], bool] | None = None,
+        trace: tuple | None = None,
+    ) -> Event:
+        """Let threads run, `first` before all others, until there is an event."""
+        self._check_usable()
+        self._forget_goal()
+        self._barrier, self._warp = barrier, warp or self._warp
+        self.event = None
+        try:
+            while self.event is None:
+                with np.errstate(all="ignore"), self._tracing(trace):
+                    block = self.block
+                    while self.event is None and self.block is block:
+                        self._advance(first)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._forget_goal()
+        return self.event
+
+    def _tracing(self, trace: tuple | None) -> AbstractContextManager:
+        if trace is None:
+            return nullcontext()
+        numbers, files, reached = trace
+        threads = self.block.threads
+        chosen = threads if numbers is None else [threads[number] for number in numbers]
+        return Tracing(self.statements, chosen, files, reached)
+
+    def _advance(self, first: Thread | None) -> None:
+        """One turn of one thread; then, if none can go on, the held ones or the next block."""
+        block, ready = self.block, self.block.ready
+        if ready:
+            thread = first if first is not None and first in ready else ready[0]
+            ready.remove(thread)
+            thread.parent = getcurrent()
+            block.resume(thread)
+            if thread is first and thread.dead:
+                self.event = Event("left", block.index, thread=thread.index)
+        if not ready and self._held:
+            ready.extend(self._held)
+            self._held.clear()
+            self.event = self._line_event
+        elif not ready:
+            block.finish()
+            block.discard()
+            self._next_block()
+
+    def _next_block(self) -> None:
+        block = next(self._blocks, None)
+        if block is None:
+            self.done = True
+            self.event = self.event or Event("finished")
+        else:
+            self.block = block
+            block.start()
+
+    def _check_usable(self) -> None:
+        if self.done:
+            raise RuntimeError(f"kernel {self.launch.kernel}: {self.event}; there is no next step")
+        if threading.get_ident() != self._owner:
+            raise RuntimeError("a stepper belongs to the operating system's thread that made it")
+
+    def _fail(self, error: BaseException) -> None:
+        """The launch is over, but what its threads have left behind can still be looked at."""
+        self.done = True
+        thread = error.thread if isinstance(error, SimulationError) else None
+        what = f"{type(error).__name__}: {error}".split(", in kernel ")[0]
+        self.event = Event("error", self.block.index, thread=thread, operation=what)
+
+    def _pause_after(self, kind: str, operation: str, warp: int | None) -> None:
+        thread = getcurrent()
+        line = describe_line(*kernel_place())
+        self.event = Event(kind, self.block.index, warp, thread.index, operation, line)
+        self.block.ready.appendleft(thread)
+        thread.parent.switch()
+
+    def _pause_before(self, thread: Thread, statement: Statement) -> None:
+        self.event = self._standing(thread, statement)
+        self.block.ready.appendleft(thread)
+        hand_over(thread)
+
+    def _standing(self, thread: Thread | None, statement: Statement) -> Event:
+        line = describe_source_line(*statement)
+        return Event("line", self.block.index, thread=thread and thread.index, line=line)

@@ -1,0 +1,338 @@
+"""The bench scripts as far as they go without a GPU: judging, tables, reading ncu, comparing."""
+
+import doctest
+import json
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from bench import counters, ladder, timing
+from fa2_numba.config import TileConfig
+from fa2_numba.launch import SimulatorMachine
+from fa2_numba.problem import Problem
+from fa2_numba.simulator import Counts, Simulator
+from fa2_numba.testing import random_qkv
+from fa2_numba.traffic import predict
+
+RUNGS = timing.cuda_core_rungs()
+
+
+def host_inputs(batch=1, heads=2, seqlen=16, head_dim=16):
+    return random_qkv(batch, seqlen, seqlen, heads, heads, head_dim, np.float32)
+
+
+@pytest.fixture
+def machine():
+    return SimulatorMachine(Simulator(checks=False, progress=False))
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch, machine):
+    """Let the scripts' own main functions run: arrays on the host, kernels in the simulator."""
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(cuda, "profiling", nullcontext)
+    monkeypatch.setattr(timing, "gpu_machine", lambda: machine)
+    monkeypatch.setattr(timing, "random_inputs", host_inputs)
+    monkeypatch.setattr(timing, "environment", lambda: {"gpu": "NVIDIA Test"})
+    monkeypatch.setattr(timing, "clocks", lambda: None)
+
+
+# timing.py
+
+
+def test_a_prepared_rung_starts_poisoned_and_fills_its_outputs(machine):
+    inputs = host_inputs()
+    prepared = timing.prepare("fa2_split_q", machine, inputs, True)
+    assert np.isnan(prepared.O).all() and np.isnan(prepared.LSE).all()
+    samples = ladder.make_samples(*inputs, causal=True)
+    with pytest.raises(SystemExit, match="fa2_split_q is wrong"):
+        ladder.check(prepared, samples)
+    prepared.run()
+    assert ladder.check(prepared, samples).passed
+
+
+def test_results_are_kept_by_gpu():
+    path = timing.results_file("NVIDIA H200", "ladder.json")
+    assert path.parts[-4:] == ("bench", "results", "h200", "ladder.json")
+
+
+# ladder.py
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_samples_agree_with_whole_heads(monkeypatch, causal):
+    monkeypatch.setattr(ladder, "CHECKED_ROWS", 5)
+    inputs = host_inputs(batch=2, heads=3, seqlen=17)
+    O, LSE = ladder.attention_forward_same_precision(*inputs, causal=causal)
+    samples = ladder.make_samples(*inputs, causal=causal)
+    assert [(s.batch, s.head, s.rows.start) for s in samples] == [
+        (0, 0, 0),
+        (0, 0, 12),
+        (1, 2, 0),
+        (1, 2, 12),
+    ]
+    assert all(verdict.passed for sample in samples for verdict in sample.judge(O, LSE))
+    O[1, 16, 2] += 1e-3
+    assert not samples[3].judge(O, LSE)[0].passed
+
+
+def test_slow_rungs_are_timed_less_often():
+    done = {"slow": 0, "fast": 0}
+
+    def runner(name):
+        def run():
+            done[name] += 1
+
+        return run
+
+    runs = {name: runner(name) for name in done}
+
+    def time_once(run):
+        run()
+        return 1500.0 if run is runs["slow"] else 2.0
+
+    times = ladder.take_times(runs, time_once)
+    assert len(times["slow"]) == ladder.SLOW_ROUNDS == done["slow"]
+    assert len(times["fast"]) == ladder.ROUNDS
+    assert done["fast"] == 1 + ladder.WARM_UPS + ladder.ROUNDS
+
+
+def test_ladder_script(monkeypatch, no_gpu_needed, tmp_path, capsys):
+    milliseconds = iter(range(10, 1000))
+    monkeypatch.setattr(timing, "time_once", lambda run: float(next(milliseconds)))
+    monkeypatch.setattr(ladder, "WARM_UPS", 0)
+    monkeypatch.setattr(ladder, "ROUNDS", 1)
+    monkeypatch.setattr(ladder, "SHAPES", {"tiny": (1, 1, 16, 16)})
+    ladder.main(["--out", str(tmp_path / "new" / "ladder.json")])
+    result = json.loads((tmp_path / "new" / "ladder.json").read_text())
+    assert [r["name"] for r in result["records"]] == 2 * RUNGS
+    assert [(r["over"], r["name"]) for r in result["ratios"][:4]] == list(
+        zip(RUNGS[:-1], RUNGS[1:], strict=True)
+    )
+    first, second = result["records"][:2]
+    assert result["ratios"][0]["faster"] == first["ms"] / second["ms"]
+    assert first["tflops"] == 4 * 16**2 * 16 / first["ms"] / 1e9
+    printed = capsys.readouterr().out
+    assert "tiny: B1 H1 N16 d16 float32 causal" in printed and "0.94x" in printed
+
+
+# counters.py reads ncu
+
+RAW_PAGE = f"""==PROF== Connected to process 71 (python3)
+"ID","Process ID","Kernel Name","Block Size","CC","dram__bytes_read.sum","gpu__time_duration.sum",\
+"launch__registers_per_thread","smsp__inst_executed_op_shared_ld.sum","{counters.OPCODES}"
+"","","","","","byte","ns","register/thread","inst",""
+"0","71","scores[abi:v1](Array<float, 4, A, mutable>)","(128, 1, 1)","9.0","1,024","2,000",\
+"96","12","1,012 (BAR: 5; LDS: 7; SHFL: 1,000)"
+"1","71","softmax","(128, 1, 1)","9.0","2,048","500.5","32","n/a","4 (BAR: 4)"
+==PROF== Disconnected
+"""
+
+
+def test_raw_page_is_read():
+    first, second = counters.parse_csv(RAW_PAGE)
+    assert first["kernel"].startswith("scores[abi:v1](Array<float, 4")
+    assert first["metrics"]["dram__bytes_read.sum"] == 1024
+    assert first["warp_instructions"] == {"BAR": 5, "LDS": 7, "SHFL": 1000}
+    assert first["thread_instructions"] == {}
+    assert second["metrics"]["gpu__time_duration.sum"] == 500.5
+    assert "smsp__inst_executed_op_shared_ld.sum" not in second["metrics"]
+
+
+def test_launches_are_summed():
+    assert counters.total(counters.parse_csv(RAW_PAGE)) == {
+        "gpu__time_duration.sum": 2500.5,
+        "dram__bytes_read.sum": 3072,
+        "warp BAR": 9,
+        "warp LDS": 7,
+        "warp SHFL": 1000,
+    }
+
+
+@pytest.mark.parametrize(
+    "text, unit, value",
+    [
+        ("1,234", "byte", 1234),
+        ("1.5", "Gbyte", 1.5e9),
+        ("2.5", "us", 2500),
+        ("3", "msecond", 3e6),
+        ("7 (1; 2; 4)", "", 7),
+        ("", "", None),
+        ("n/a", "byte", None),
+    ],
+)
+def test_cells_are_read(text, unit, value):
+    assert counters.number(text, unit) == value
+
+
+def test_examples_hold():
+    assert doctest.testmod(counters) == (0, 2)
+
+
+def test_output_without_a_table_is_refused():
+    with pytest.raises(ValueError, match="no table.*\n.*No kernels were profiled"):
+        counters.parse_csv("==WARNING== No kernels were profiled.\n")
+
+
+# counters.py compares
+
+
+def by_counter(rows):
+    return {row["counter"]: row for row in rows}
+
+
+def test_an_instruction_never_executed_counts_zero():
+    assert counters.evaluate({"warp SHFL": 1}, {"warp BAR": 3.0}) == 0
+    assert counters.evaluate({"warp SHFL": 1}, {"thread FADD": 3.0}) is None
+    assert counters.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0, "b.sum": 1.0}) == 7
+    assert counters.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0}) is None
+
+
+def test_flops_count_a_contracted_product_twice():
+    counts = Counts(multiply_adds=100, additions=30, multiplications=20, divisions=9)
+    measured = {counters.PER_THREAD.format(op): n for op, n in
+                (("fadd", 20.0), ("fmul", 10.0), ("ffma", 110.0))}  # fmt: skip
+    row = by_counter(counters.compare("x", counts, 4, measured))["fp32_flops"]
+    assert (row["predicted"], row["measured"], row["ratio"]) == (250, 250, 1)
+    instructions = {"thread FADD": 20.0, "thread FMUL": 10.0, "thread FFMA": 110.0}
+    assert by_counter(counters.compare("x", counts, 4, instructions))["fp32_flops"]["ratio"] == 1
+
+
+def test_what_is_far_off_needs_a_reason(monkeypatch):
+    counts = Counts(barriers=10, shuffles=100, global_load_bytes=1000, shared_load_requests=50)
+    measured = {
+        "warp BAR": 43.0,
+        "warp SHFL": 89.0,
+        "dram__bytes_read.sum": 500.0,
+        "smsp__inst_executed_op_shared_ld.sum": 50.0,
+        "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": 3.0,
+    }
+    monkeypatch.setattr(
+        counters, "REASONS", {"x.global_load_hbm_bytes": "caches", "shuffles": "unused results"}
+    )
+    rows = by_counter(counters.compare("x", counts, 4, measured))
+    assert rows["barriers_of_warps"]["ratio"] == 43 / 40
+    assert rows["shuffles"]["reason"] == "unused results"
+    assert rows["global_load_hbm_bytes"]["reason"] == "caches"
+    assert rows["shared_load_replays"]["ratio"] is None
+    assert [name for name, row in rows.items() if row["unexplained"]] == ["shared_load_replays"]
+    assert rows["shared_load_requests"]["from"] == {"smsp__inst_executed_op_shared_ld.sum": 1}
+    assert rows["maxima"]["measured"] is None
+    other = by_counter(counters.compare("y", counts, 4, measured))
+    assert other["global_load_hbm_bytes"]["unexplained"]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_is_predicted(rung):
+    problem = Problem(4, 32, 32, 1024, 1024, 64, causal=True)
+    counts = predict(rung, problem, TileConfig(64, 64, 64))
+    rows = counters.compare(rung, counts, 4, {})
+    assert len({row["counter"] for row in rows}) == len(rows)
+    assert all(row["measured"] is None and not row["unexplained"] for row in rows)
+
+
+# counters.py as a script, with an ncu that only pretends
+
+FAKE_NCU = """
+import json, pathlib, sys
+arguments = sys.argv[1:]
+after = lambda name: arguments[arguments.index(name) + 1]
+if "--version" in arguments:
+    print("NVIDIA (R) Nsight Compute\\nVersion 1.2.3")
+elif "--query-metrics" in arguments:
+    print({listed!r})
+elif "--import" in arguments:
+    metrics = pathlib.Path(after("--import")).read_text().split(",")
+    print('"ID","Kernel Name",' + ",".join(f'"{{m}}"' for m in metrics))
+    print('"",""' + ',""' * len(metrics))
+    for i in range(2):
+        cells = ["8 (BAR: 3; SHFL: 5)" if m.startswith("sass") else "1,000" for m in metrics]
+        print(f'"{{i}}","kernel"' + "".join(f',"{{cell}}"' for cell in cells))
+else:
+    metrics = after("--metrics")
+    if after("--launch") == {broken!r}:
+        sys.exit("Traceback: the child is broken")
+    if "pipe_xu" in metrics:
+        sys.exit("==ERROR== " + {message!r})
+    assert after("--clock-control") == "none" and after("--profile-from-start") == "off"
+    assert arguments[arguments.index("-m") + 1] == "bench.counters"
+    pathlib.Path(after("--export") + ".ncu-rep").write_text(metrics)
+    about = {{"environment": {{"gpu": "NVIDIA Test"}}, "launches": 2}}
+    about["config"] = {{"head_dim": 64, "block_m": 64, "block_n": 64, "num_warps": 4}}
+    pathlib.Path(after("--about")).write_text(json.dumps(about))
+"""
+
+
+@pytest.fixture
+def make_ncu(tmp_path):
+    def make(message="", broken=""):
+        path = tmp_path / "ncu"
+        known = [m.partition(".")[0] for m in counters.METRICS if "pipe_xu" not in m]
+        listed = "\n".join(f"{name}  # of something" for name in known)
+        script = FAKE_NCU.format(listed=listed, message=message, broken=broken)
+        path.write_text(f"#!{sys.executable}\n{script}")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "message", ["Failed to find metric smsp__inst_executed_pipe_xu.sum", "something else"]
+)
+def test_counters_script(make_ncu, tmp_path, capsys, message):
+    out = tmp_path / "counters.json"
+    ncu = make_ncu(message, broken="fa1_sliced_k")
+    rungs = ["standard", "fa1_sliced_k", "fa2_split_q"]
+    options = ["--ncu", ncu, "--out", str(out), "--keep", str(tmp_path / "keep")]
+    counters.main([*options, "--rungs", *rungs])
+    result = json.loads(out.read_text())
+    assert [rung["rung"] for rung in result["rungs"]] == ["standard", "fa2_split_q"]
+    assert result["unknown_metrics"] == ["smsp__inst_executed_pipe_xu.sum"]
+    assert (result["gpu"], result["ncu"], result["shape"]) == (
+        "NVIDIA Test",
+        "Version 1.2.3",
+        [4, 32, 1024, 64],
+    )
+    rows = by_counter(result["rungs"][1]["comparison"])
+    assert rows["shuffles"]["measured"] == 10
+    assert rows["global_load_l1_bytes"]["measured"] == 2000 * 32
+    assert len(result["rungs"][0]["launches"]) == 2
+    assert (tmp_path / "keep" / "counters_standard.csv").is_file()
+    printed = capsys.readouterr().out
+    assert "fa1_sliced_k is left out: ncu failed" in printed and "UNEXPLAINED" in printed
+
+
+def test_a_measured_file_is_compared_anew(make_ncu, tmp_path, monkeypatch):
+    out, again = tmp_path / "counters.json", tmp_path / "again.json"
+    counters.main(["--ncu", make_ncu("", ""), "--out", str(out), "--rungs", "fa2_split_q"])
+    monkeypatch.setattr(counters, "REASONS", {row.counter: "known" for row in counters.ROWS})
+    counters.main(["--measured", str(out), "--out", str(again)])
+    result = json.loads(again.read_text())
+    assert result["reasons"] == counters.REASONS
+    assert not any(row["unexplained"] for row in result["rungs"][0]["comparison"])
+
+
+def test_no_rung_profiled_ends_the_run(make_ncu):
+    with pytest.raises(SystemExit, match="no rung was profiled"):
+        counters.main(["--ncu", make_ncu(broken="standard"), "--rungs", "standard"])
+
+
+def test_the_child_runs_every_kernel(no_gpu_needed, tmp_path):
+    about = tmp_path / "about.json"
+    shape = ["--shape", "1", "1", "16", "16"]
+    counters.main(["--launch", "standard", "--about", str(about), *shape])
+    told = json.loads(about.read_text())
+    assert told["launches"] == 3 and TileConfig(**told["config"]).head_dim == 16
+
+
+def test_unknown_rungs_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        counters.main(["--rungs", "fa4"])
+    assert "fa4" in capsys.readouterr().err

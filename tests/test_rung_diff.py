@@ -1,0 +1,331 @@
+"""`python -m fa2_numba diff`: what is counted, what is shown, and that a rung is a small step."""
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fa2_numba import rung_diff
+from fa2_numba.__main__ import main
+from fa2_numba.errors import ArgumentError
+from fa2_numba.ladder import RUNGS
+from fa2_numba.rung_diff import CODE, DOCSTRING, SAME, changed_lines, diff_rungs
+
+ROOT = Path(__file__).parents[1]
+FLASH_RUNGS = [name for name in RUNGS if name.startswith("fa")]
+MAX_CHANGED_LINES = 60
+
+SOURCE = '''"""Module.
+
+More.
+"""
+
+X = 1
+"""An X."""
+
+
+def f(n):
+    """What f does."""
+    total = 0  # FA2 Alg. 1 line 5
+    for i in range(n):
+        total += i
+
+    return total
+'''
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """Compare two sources as if they were rungs."""
+
+    def compare_sources(before, after, **options):
+        rung = RUNGS["standard"]
+        for name, source in (("one", before), ("two", after)):
+            (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+            monkeypatch.setitem(RUNGS, name, replace(rung, name=name, idea=f"idea of {name}"))
+        monkeypatch.setattr(rung_diff, "KERNELS", tmp_path)
+        return diff_rungs("one", "two", **options)
+
+    return compare_sources
+
+
+def printed(diff, width=160, **options):
+    stream = io.StringIO()
+    Console(file=stream, width=width, **options).print(diff)
+    return stream.getvalue()
+
+
+# The ladder's promise.
+
+
+@pytest.mark.parametrize(("below", "rung"), list(itertools.pairwise(FLASH_RUNGS)))
+def test_a_rung_is_a_small_step(below, rung):
+    assert 0 < diff_rungs(below, rung).changed <= MAX_CHANGED_LINES
+
+
+# What is counted.
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "count"),
+    [
+        pytest.param("", "", 0, id="same"),
+        pytest.param("What f does.", "What f\n    really\n\n    does.", 0, id="docstring"),
+        pytest.param('"""Module.', '"""Another\nmodule.', 0, id="module-docstring"),
+        pytest.param('"""An X."""\n', "", 0, id="docstring-of-a-constant"),
+        pytest.param("\n\n    return", "\n    return", 0, id="blank-line"),
+        pytest.param("X = 1\n", "X = 1  \n", 0, id="trailing-space"),
+        pytest.param("line 5", "line 6", 1, id="comment"),
+        pytest.param("  # FA2 Alg. 1 line 5", "", 1, id="comment-gone"),
+        pytest.param("    return total\n", "", 1, id="one-gone"),
+        pytest.param("X = 1\n", "X = 1\nY = 2\nZ = 3\n", 2, id="two-more"),
+        pytest.param(
+            "    for i in range(n):\n        total += i\n",
+            "    while n:\n        n -= 1\n        total += n\n",
+            3,
+            id="two-by-three",
+        ),
+    ],
+)
+def test_changed_lines_are_lines_of_code(old, new, count):
+    assert old in SOURCE
+    changed = SOURCE.replace(old, new)
+    assert changed_lines(SOURCE, changed) == changed_lines(changed, SOURCE) == count
+
+
+def test_a_dedented_body_is_unchanged():
+    loop = "def f(x):\n    for i in x:\n        a(i)\n        b(i)\n"
+    grid = "def f(x):\n    i = x[0]\n    a(i)\n    b(i)\n"
+    assert changed_lines(loop, grid) == 1
+
+
+def test_text_that_is_a_value_is_code():
+    assert changed_lines('x = """a\nb"""\n', 'x = """a\nc"""\n') == 1
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("pair", [*itertools.pairwise(RUNGS), ("fa2_split_q", "standard")])
+def test_every_line_is_in_one_row_and_as_many_are_marked_as_counted(pair):
+    diff = diff_rungs(*pair)
+    assert sum(row.kind == CODE for row in diff.code) == diff.changed
+    assert not any(row.kind == CODE for row in diff.docstring)
+    for side, name in enumerate(pair):
+        lines = [row.sides[side] for row in (*diff.docstring, *diff.code)]
+        shown = {line.number: line.text for line in lines if line is not None and line.text}
+        source = (ROOT / f"fa2_numba/kernels/{name}.py").read_text()
+        numbered = enumerate(source.splitlines(), 1)
+        assert shown == {number: text for number, text in numbered if text.strip()}
+        assert list(shown) == sorted(shown)
+
+
+def test_what_is_same_is_the_same_but_for_the_indent():
+    for row in diff_rungs("fa1_sliced_k", "fa2_split_q").code:
+        texts = [line and line.text.strip() for line in row.sides]
+        assert (texts[0] == texts[1]) == (row.kind == SAME)
+
+
+def test_a_replaced_line_stands_beside_the_one_it_is_like(compare):
+    diff = compare("alpha = one + two\n", "x = 0\nalpha = one - two\ny = 0\n")
+    texts = [tuple(line and line.text for line in row.sides) for row in diff.code]
+    assert texts == [
+        (None, "x = 0"),
+        ("alpha = one + two", "alpha = one - two"),
+        (None, "y = 0"),
+    ]
+
+
+def test_a_docstring_stays_below_its_function(compare):
+    diff = compare(SOURCE, SOURCE.replace("What f does.", "Something else."))
+    kinds = [row.kind for row in diff.code]
+    assert diff.changed == 0 and kinds.count(DOCSTRING) == 1
+    assert diff.code[kinds.index(DOCSTRING) - 1].after.text == "def f(n):"
+
+
+# In a terminal.
+
+
+def test_a_change_is_shown_with_its_surroundings_and_the_rest_is_folded(compare):
+    lines = [f"x{i} = {i}" for i in range(30)]
+    after = [*lines[:10], "x10 = 11", *lines[11:]]
+    text = printed(compare("\n".join(lines), "\n".join(after)))
+    assert "one -> two: 1 changed line of code" in text and "idea of two" in text
+    assert "... 7 unchanged lines" in text and "... 16 unchanged lines" in text
+    marked = [line.split() for line in text.splitlines() if line.startswith("-")]
+    assert marked == [["-", "11", "x10", "=", "10", "+", "11", "x10", "=", "11"]]
+    assert "x7 = 7" in text and "x6 = 6" not in text
+    assert "x13 = 13" in text and "x14 = 14" not in text
+
+
+def test_with_all_nothing_is_folded(compare):
+    lines = "\n".join(f"x{i} = {i}" for i in range(30))
+    text = printed(compare(SOURCE + lines, SOURCE + lines + "\ny = 1", show_all=True))
+    assert "..." not in text and "More." in text
+    assert all(f"x{i} = {i}" in text for i in range(30))
+
+
+def test_a_narrow_terminal_has_all_lines_before_above_all_lines_after(compare):
+    text = printed(compare("a = 1\nb = 2\n", "a = 3\nb = 4\nc = 5\n"), width=60)
+    marked = [line.split() for line in text.splitlines() if line[:1] in "-+" and line]
+    assert [" ".join(words) for words in marked] == [
+        "- 1 a = 1",
+        "- 2 b = 2",
+        "+ 1 a = 3",
+        "+ 2 b = 4",
+        "+ 3 c = 5",
+    ]
+    assert max(map(len, text.splitlines())) <= 60
+
+
+def test_a_terminal_has_colours_and_the_changed_words_stand_out(compare):
+    diff = compare("alpha = one + two\n", "alpha = one + three\n")
+    text = printed(diff, force_terminal=True, color_system="standard", no_color=False)
+    assert "\x1b[1;4;31mtwo" in text and "\x1b[1;4;32mthree" in text
+    assert "\x1b[31malpha = one + \x1b[0m" in text
+
+
+def test_brackets_are_not_markup(compare):
+    assert "O[red] = '[/red]'" in printed(compare("y = 1\n", "O[red] = '[/red]'\n"))
+
+
+# In a notebook.
+
+
+class Cells(HTMLParser):
+    """Reads the text of the cells, and checks that what is opened is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.texts = [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in ("col", "br"):
+            self.open.append(tag)
+        if tag == "td":
+            self.texts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "td" in self.open:
+            self.texts[-1] += data
+
+
+def test_html_holds_every_line_escaped_and_needs_nothing_else(compare):
+    before = "x = a < b\n" + "".join(f"y{i} = 0\n" for i in range(20))
+    after = before.replace("a < b", "a < b & '<script>alert(1)</script>'")
+    html = compare(before, after)._repr_html_()
+    assert "<script" not in html and "&lt;script&gt;" in html and "http" not in html
+    cells = Cells()
+    cells.feed(html)
+    assert cells.open == [] and not {"script", "link", "img"} & cells.tags
+    assert "x = a < b & '<script>alert(1)</script>'" in cells.texts
+    assert all(cells.texts.count(f"y{i} = 0") == 2 for i in range(20))
+    assert html.count("<details>") == 1 and "... 17 unchanged lines" in html
+
+
+def test_html_of_real_rungs_is_whole():
+    cells = Cells()
+    cells.feed(diff_rungs("fa1_sliced_k", "fa2_split_q")._repr_html_())
+    assert cells.open == [] and "details" in cells.tags
+    source = (ROOT / "fa2_numba/kernels/fa2_split_q.py").read_text()
+    assert {line for line in source.splitlines() if line.strip()} <= set(cells.texts)
+
+
+# The command.
+
+
+def run_diff(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "fa2_numba", "diff", *arguments],
+        cwd=ROOT,
+        env={**{k: v for k, v in os.environ.items() if k != "COLUMNS"}, **environment},
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+
+def test_a_pipe_gets_plain_text_and_whole_lines():
+    done = run_diff("fa1_sliced_k", "fa2_split_q", "--all")
+    assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
+    source = (ROOT / "fa2_numba/kernels/fa2_split_q.py").read_text()
+    assert all(line in done.stdout for line in source.splitlines())
+    assert all(RUNGS[name].idea in done.stdout for name in ("fa1_sliced_k", "fa2_split_q"))
+
+
+def test_the_width_asked_for_is_kept():
+    lines = run_diff("fa2_split_q", COLUMNS="70").stdout.splitlines()
+    assert max(map(len, lines)) <= 70
+
+
+def test_one_rung_is_compared_with_the_rung_below(capsys):
+    for below, rung in itertools.pairwise(RUNGS):
+        assert main(["diff", rung]) == 0
+        assert capsys.readouterr().out.startswith(f"{below} -> {rung}: ")
+
+
+def test_a_rung_and_itself_are_the_same(capsys):
+    assert main(["diff", "standard", "standard"]) == 0
+    assert capsys.readouterr().out == "standard and standard are the same rung\n"
+    html = diff_rungs("standard", "standard")._repr_html_()
+    assert "same rung" in html and "<table>" not in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["standard", "nonsense"], "invalid choice: 'nonsense'"),
+        (["standard"], "standard is the lowest rung"),
+        ([], "required: A"),
+        (["standard", "fa1_sliced_k", "fa2_split_q"], "unrecognized arguments: fa2_split_q"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_compared_is_refused(arguments, reason, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        main(["diff", *arguments])
+    output = capsys.readouterr()
+    assert refusal.value.code == 2 and output.out == ""
+    assert reason in output.err.splitlines()[-1]
+    if "nonsense" in reason:
+        assert all(name in output.err for name in RUNGS)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "../ladder", "", None, 3])
+def test_an_unknown_rung_is_refused_with_the_choices(name):
+    with pytest.raises(ArgumentError, match=r"must be one of standard, .*fa2_split_q"):
+        diff_rungs("standard", name)
+
+
+def test_the_command_starts_no_driver():
+    program = (
+        "import json, sys\n"
+        "from numba.cuda.cudadrv.driver import Driver\n"
+        "calls = []\n"
+        "Driver.ensure_initialized = lambda *_: calls.append('driver')\n"
+        "from fa2_numba.__main__ import main\n"
+        "status = main(['diff', 'fa2_split_q'])\n"
+        "print(json.dumps([status, calls, sorted({'cupy', 'torch'} & set(sys.modules))]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, [], []], done.stderr
+
+
+def test_where_numba_does_not_load_the_doctor_is_recommended():
+    program = "import sys; sys.modules['numba.cuda'] = None; from fa2_numba.__main__ import main; "
+    command = [sys.executable, "-c", program + "raise SystemExit(main(['diff', 'fa2_split_q']))"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "fa2_numba doctor" in done.stderr
