@@ -36,7 +36,38 @@ SECONDS_PER_COMMAND = 110
 FAR_OFF = 0.1
 """A ratio further from 1 than this needs a reason."""
 
-REASONS: dict[str, str] = {}
+FEW_REPLAYS = 0.05
+"""Where none is predicted, so many replays a request are the hardware's own."""
+
+GENERIC = (
+    "Where the compiler loses sight of the address space (views of shared memory from a row on) it "
+    "loads and stores by generic instructions, which this counter leaves out; all_load_requests "
+    "and all_store_requests have them."
+)
+L2_CACHE = (
+    "Tiles of K and V that another block has just read come from the L2 cache. FlashAttention-1 "
+    "reads each of them once, and what it reads again (Q, O, m, l of all heads) is more than the "
+    "cache holds: there the ratio is 1."
+)
+REASONS: dict[str, str] = {
+    "fa1_sliced_k.shared_load_requests": GENERIC,
+    "fa2_fewer_flops.shared_load_requests": GENERIC,
+    "fa2_seq_parallel.shared_load_requests": GENERIC,
+    "fa2_fewer_flops.global_load_hbm_bytes": L2_CACHE,
+    "fa2_seq_parallel.global_load_hbm_bytes": L2_CACHE,
+    "fa2_split_q.global_load_hbm_bytes": L2_CACHE,
+    "standard.global_load_hbm_bytes": (
+        "Tiles of Q, K and V that another block has just read come from the L2 cache, and so does "
+        "a part of S, which the second kernel reads three times."
+    ),
+    "standard.global_load_l2_bytes": (
+        "The second kernel reads a row of S three times, the last two in part from the L1 cache."
+    ),
+    "standard.fp32_flops": (
+        "P is divided element by element, and a division takes about ten operations; with these "
+        "and those of exp the ratio is 1 (fp32_flops_with_special)."
+    ),
+}
 """Why a counter differs from its prediction: by "counter", or "rung.counter" for one rung alone."""
 
 OPCODES = "sass__inst_executed_per_opcode"
@@ -70,10 +101,6 @@ METRICS = (
     "smsp__sass_inst_executed_op_global_st.sum",
     "smsp__sass_inst_executed_op_local_ld.sum",
     "smsp__sass_inst_executed_op_local_st.sum",
-    "smsp__sass_data_bytes_mem_global_op_ld.sum",
-    "smsp__sass_data_bytes_mem_global_op_st.sum",
-    "smsp__sass_data_bytes_mem_shared_op_ld.sum",
-    "smsp__sass_data_bytes_mem_shared_op_st.sum",
     "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum",
     "smsp__sass_thread_inst_executed_op_fmul_pred_on.sum",
     "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum",
@@ -102,12 +129,14 @@ Formula = dict[str, float]
 class Row:
     """One counter: its prediction, and the sums of metrics that measure it, the best one first.
 
-    predicted: of the counts of all launches and the warps of a block.
+    predicted: of the counts of all launches and the warps of a block. allowed: how much of it there
+    may be where none is predicted.
     """
 
     counter: str
     predicted: Callable[[Counts, int], float]
     formulas: tuple[Formula, ...]
+    allowed: Callable[[Counts], float] | None = None
 
 
 def memory_rows(what: str, op: str, dram: str) -> list[Row]:
@@ -127,11 +156,6 @@ def memory_rows(what: str, op: str, dram: str) -> list[Row]:
             ),
         ),
         Row(
-            f"global_{what}_bytes",
-            count("bytes"),
-            ({f"smsp__sass_data_bytes_mem_global_op_{op}.sum": 1},),
-        ),
-        Row(
             f"global_{what}_l1_bytes",
             count("sectors", SECTOR_BYTES),
             ({f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}.sum": SECTOR_BYTES},),
@@ -143,6 +167,17 @@ def memory_rows(what: str, op: str, dram: str) -> list[Row]:
         ),
         Row(f"global_{what}_hbm_bytes", count("bytes"), ({f"dram__bytes_{dram}.sum": 1},)),
     ]
+
+
+def request_row(what: str, op: str) -> Row:
+    """Loads or stores of global and shared memory together, however the compiler does them."""
+    return Row(
+        f"all_{what}_requests",
+        lambda counts, warps: sum(
+            getattr(counts, f"{space}_{what}_requests") for space in ("global", "shared")
+        ),
+        ({f"warp {op}": 1, f"warp {op}S": 1, f"warp {op}G": 1},),
+    )
 
 
 def shared_rows(what: str, op: str) -> list[Row]:
@@ -164,11 +199,6 @@ def shared_rows(what: str, op: str) -> list[Row]:
             ),
         ),
         Row(
-            f"shared_{what}_bytes",
-            count("bytes"),
-            ({f"smsp__sass_data_bytes_mem_shared_op_{op}.sum": 1},),
-        ),
-        Row(
             f"shared_{what}_wavefronts",
             count("requests", "replays"),
             ({f"l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{op}.sum": 1},),
@@ -177,24 +207,39 @@ def shared_rows(what: str, op: str) -> list[Row]:
             f"shared_{what}_replays",
             count("replays"),
             ({f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{op}.sum": 1},),
+            lambda counts: FEW_REPLAYS * getattr(counts, f"shared_{what}_requests"),
         ),
     ]
 
 
 PER_THREAD = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum"
+FLOPS = (
+    {PER_THREAD.format(op): n for op, n in (("fadd", 1), ("fmul", 1), ("ffma", 2))},
+    {"thread FADD": 1, "thread FMUL": 1, "thread FFMA": 2},
+)
+FLOPS_OF_SPECIAL = 10
+"""An exponential is four FFMA, an FADD and an FMUL around one MUFU, a division five FFMA."""
+
+
+def plain_flops(counts: Counts) -> int:
+    """float32 additions and multiplications; divisions and special functions left out."""
+    return counts.matmul_flops + counts.additions + counts.multiplications
+
+
 ROWS = [
     *memory_rows("load", "ld", "read"),
     *memory_rows("store", "st", "write"),
+    request_row("load", "LD"),
+    request_row("store", "ST"),
     *shared_rows("load", "ld"),
     *shared_rows("store", "st"),
+    Row("fp32_flops", lambda counts, warps: plain_flops(counts), FLOPS),
     Row(
-        # A division becomes several instructions and is left out of the prediction.
-        "fp32_flops",
-        lambda counts, warps: counts.matmul_flops + counts.additions + counts.multiplications,
-        (
-            {PER_THREAD.format(op): n for op, n in (("fadd", 1), ("fmul", 1), ("ffma", 2))},
-            {"thread FADD": 1, "thread FMUL": 1, "thread FFMA": 2},
+        "fp32_flops_with_special",
+        lambda counts, warps: (
+            plain_flops(counts) + FLOPS_OF_SPECIAL * (counts.special_calls + counts.divisions)
         ),
+        FLOPS,
     ),
     Row("maxima", lambda counts, warps: counts.maxima, ({"thread FMNMX": 1},)),
     Row(
@@ -309,6 +354,8 @@ def _compare_row(
     predicted = row.predicted(counts, warps)
     ratio = value / predicted if value is not None and predicted else None
     agrees = value == predicted or (ratio is not None and abs(ratio - 1) <= FAR_OFF)
+    if row.allowed and not predicted and value is not None:
+        agrees = value <= row.allowed(counts)
     reason = REASONS.get(f"{rung}.{row.counter}", REASONS.get(row.counter))
     return {
         "counter": row.counter,

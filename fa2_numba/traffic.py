@@ -144,11 +144,11 @@ def _sliced_k_tile(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
 
 
 def _rescaled_statistics(c: TileConfig) -> Counts:
-    """m against the maximum so far in all lanes; l and the factor of O in one lane a row."""
+    """One lane a row and warp: m against the maximum so far, l; of the first warp, O's factor."""
     rows = c.sliced_k_elements[0]
     one_lane = c.num_warps * c.block_m
     return Counts(
-        maxima=c.num_threads * rows,
+        maxima=one_lane,
         special_calls=one_lane,
         additions=2 * one_lane,
         multiplications=one_lane,

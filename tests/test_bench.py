@@ -198,7 +198,9 @@ def test_flops_count_a_contracted_product_twice():
     counts = Counts(multiply_adds=100, additions=30, multiplications=20, divisions=9)
     measured = {counters.PER_THREAD.format(op): n for op, n in
                 (("fadd", 20.0), ("fmul", 10.0), ("ffma", 110.0))}  # fmt: skip
-    row = by_counter(counters.compare("x", counts, 4, measured))["fp32_flops"]
+    rows = by_counter(counters.compare("x", counts, 4, measured))
+    assert rows["fp32_flops_with_special"]["predicted"] == 250 + 10 * 9
+    row = rows["fp32_flops"]
     assert (row["predicted"], row["measured"], row["ratio"]) == (250, 250, 1)
     instructions = {"thread FADD": 20.0, "thread FMUL": 10.0, "thread FFMA": 110.0}
     assert by_counter(counters.compare("x", counts, 4, instructions))["fp32_flops"]["ratio"] == 1
@@ -209,6 +211,8 @@ def test_what_is_far_off_needs_a_reason(monkeypatch):
     measured = {
         "warp BAR": 43.0,
         "warp SHFL": 89.0,
+        "warp LD": 10.0,
+        "warp LDS": 40.0,
         "dram__bytes_read.sum": 500.0,
         "smsp__inst_executed_op_shared_ld.sum": 50.0,
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": 3.0,
@@ -222,6 +226,10 @@ def test_what_is_far_off_needs_a_reason(monkeypatch):
     assert rows["global_load_hbm_bytes"]["reason"] == "caches"
     assert rows["shared_load_replays"]["ratio"] is None
     assert [name for name, row in rows.items() if row["unexplained"]] == ["shared_load_replays"]
+    assert rows["all_load_requests"]["ratio"] == 1
+    measured["l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"] = 2.0
+    few = by_counter(counters.compare("x", counts, 4, measured))["shared_load_replays"]
+    assert not few["unexplained"]
     assert rows["shared_load_requests"]["from"] == {"smsp__inst_executed_op_shared_ld.sum": 1}
     assert rows["maxima"]["measured"] is None
     other = by_counter(counters.compare("y", counts, 4, measured))

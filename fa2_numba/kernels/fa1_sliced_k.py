@@ -14,6 +14,20 @@ FA2 section 3.3 and Fig. 3 left):
 
 A row of S therefore crosses all warps: its maximum, its sum and its product with V are partial
 results that meet in shared memory, with barriers between writing and reading them.
+
+What a head of N queries and keys costs, in float32 and whole tiles (T_m = N / BLOCK_M of queries,
+T_n = N / BLOCK_N of keys, W = NUM_WARPS):
+
+    global_load_bytes  = 4 * (2*N*D + T_n*N*D + (T_n-1)*(N*D + 2*N))
+    global_store_bytes = 4 * (T_n*(N*D + 2*N) + N*D + N)
+    barriers           = T_m*T_n * (3 + 2*D/16)
+    other_flops        = T_m*T_n * BLOCK_M*(4*BLOCK_N + W*D + 4*W*W + 10*W + 6) + 2*(T_n-1)*N*D + N
+
+K and V are loaded once. Each of the T_n passes loads Q, writes O, m and l, and reads them, but for
+the first; the last writes the output. With M numbers on chip a tile has about M / D rows, so T_n is
+about N D / M and what crosses HBM is of the order of N^2 D^2 / M (FA1 theorem 2). Each exchange of
+16 columns takes two barriers. The D in other_flops: W parts of an element of O are summed, the sum
+and the old element are scaled.
 """
 
 from functools import cache

@@ -3,6 +3,19 @@
 Now that query tiles are the outer loop, its passes share nothing: each has its own O, m and l. The
 loop becomes a dimension of the grid, so a long sequence fills the GPU however few heads there are.
 Within a block nothing changes but for the barrier between two query tiles, which goes.
+
+What a head of N queries and keys costs, in float32 and whole tiles (T_m = N / BLOCK_M of queries,
+T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about half; W = NUM_WARPS):
+
+    global_load_bytes  = 4 * (N*D + 2*T*BLOCK_N*D)
+    global_store_bytes = 4 * (N*D + N)
+    shared_load_bytes  = 4*(T*(4*D*(W*BLOCK_M + 4*BLOCK_N) + BLOCK_M*(W*D + D + 4*W*W)) + N*(16*W+1))
+    shared_store_bytes = 4*D*(N + 2*T*BLOCK_N) + T * 4*BLOCK_M*(W*D + W + 1) + 8*W*N
+    barriers           = T * (2 + 2*D/16) + T_m
+    other_flops        = T * BLOCK_M*(4*BLOCK_N + (W+1)*D + 4*W*W + 12*W) + N*(D + 16*W + 1)
+
+It is what `fa2_fewer_flops` costs, without the barrier between query tiles: only the number of
+blocks that share the work has grown.
 """
 
 import math
@@ -104,11 +117,11 @@ def make_forward(config: TileConfig, dtype: str, causal: bool):
             for i in range(ROWS):  # FA2 Alg. 1 line 9: a row's maximum crosses the warps
                 m = row_max(S_reg, i)
                 if lane_col == 0:
-                    max_lane[warp, LANE_ROWS * i] = m
+                    max_lane[warp, LANE_ROWS * i] = max(m_reg[i], m)
             # Every warp reads the maxima of all slices.
             cuda.syncthreads()
             for i in range(ROWS):  # FA2 Alg. 1 line 9: each warp sums its own keys
-                m = max(m_reg[i], max_across(max_lane, LANE_ROWS * i))
+                m = max_across(max_lane, LANE_ROWS * i)
                 l = exponentiate(S_reg, i, finite_max(m))
                 if lane_col == 0:
                     rescale = math.exp(m_reg[i] - finite_max(m))

@@ -14,6 +14,19 @@ but its warps split the rows of the Q tile (FA2 Fig. 3 right):
 A row of S lies within one warp, so its maximum, its sum and its product with V do too: the lanes of
 the warp exchange them by shuffles. Shared memory holds the tiles of Q, K and V and nothing else,
 and the only barriers are those around loading them.
+
+What a head of N queries and keys costs, in float32 and whole tiles (T_m = N / BLOCK_M of queries,
+T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about half; W = NUM_WARPS):
+
+    global_load_bytes  = 4 * (N*D + 2*T*BLOCK_N*D)
+    global_store_bytes = 4 * (N*D + N)
+    shared_load_bytes  = T * 32*D*(BLOCK_M + W*BLOCK_N)
+    shared_store_bytes = 4*D*(N + 2*T*BLOCK_N)
+    barriers           = 2*T
+    other_flops        = T * BLOCK_M*(4*BLOCK_N + D + 72) + N*(D + 9)
+
+No part of O goes through shared memory, and two barriers a tile are left. An element of O costs one
+operation a tile, for rescaling, in place of W + 1. The price: every warp reads all of K and V.
 """
 
 import math

@@ -6,6 +6,17 @@
 
 S and P have seqlen_q x seqlen_k elements a head, so memory and traffic grow with the square of the
 sequence length. The two products use the tiles and the lane layout of the flash rungs.
+
+What a head of N queries and keys costs, in float32 and whole tiles (T_m = N / BLOCK_M of queries,
+T_n = N / BLOCK_N of keys):
+
+    global_load_bytes  = 4 * (4*N*N + N*D*(T_n + 2*T_m))
+    global_store_bytes = 4 * (2*N*N + N*D + N)
+    barriers           = 3 * T_m*T_n
+    other_flops        = 6*N*N + 321*N
+
+S is written once and read three times (for the maximum, the sum and P), P is written and read once;
+besides, every pair of tiles loads its tile of Q, of K and of V. A causal mask changes none of it.
 """
 
 import math
