@@ -13,11 +13,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
-from fa2_numba.config import EXCHANGE_COLS, SLICED_K_LANES, SPLIT_Q_LANES, TileConfig
+from fa2_numba.config import (
+    EXCHANGE_COLS,
+    HEAD_DIM_STEP,
+    SLICED_K_LANES,
+    SPLIT_Q_LANES,
+    TileConfig,
+)
 from fa2_numba.constants import SECTOR_BYTES, WARP_SIZE
 from fa2_numba.errors import ArgumentError
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
+
+OWNED_ROWS = WARP_SIZE // EXCHANGE_COLS
+"""Rows whose elements the threads of one warp sum at a time."""
 
 FLOAT = 4
 """Bytes of a float32: what tiles, statistics and workspaces are made of."""
@@ -36,10 +45,13 @@ class _QueryTile:
 def predict(rung: str, problem: Problem, config: TileConfig) -> Counts:
     """What a CUDA-core rung does on a problem, with the tiles of `config`, all launches together.
 
-    Raises ArgumentError if there is no formula for the rung.
+    Raises ArgumentError if there is no formula for the rung, or if no launch could be like this.
     """
     if rung not in _HEAD:
         raise ArgumentError(f"rung={rung!r}: must be one of {', '.join(_HEAD)}")
+    if not config.head_dim - HEAD_DIM_STEP < problem.head_dim <= config.head_dim:
+        rule = f"must be that of the tiles, {config.head_dim}, or up to {HEAD_DIM_STEP - 1} less"
+        raise ArgumentError(f"head_dim={problem.head_dim}: {rule}")
     return problem.batch * problem.heads * _HEAD[rung](problem, config)
 
 
@@ -171,10 +183,10 @@ def _rescaled_output(c: TileConfig) -> Counts:
 
 def _sliced_k_epilogue(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
     """m and l cross the warps; `store_output`: 16 threads own a row."""
-    pairs = ceil(tile.rows / 2)
+    groups = ceil(tile.rows / OWNED_ROWS)
     done = 2 * _to_warps_rows(c) + Counts(barriers=1)
     done += Counts(
-        shared_load_requests=(c.num_warps + 1) * pairs,
+        shared_load_requests=(c.num_warps + 1) * groups,
         shared_load_bytes=(c.num_warps * EXCHANGE_COLS + 1) * tile.rows * FLOAT,
         additions=(c.num_warps - 1) * EXCHANGE_COLS * tile.rows + tile.seeing,
         divisions=EXCHANGE_COLS * tile.seeing,
@@ -182,7 +194,7 @@ def _sliced_k_epilogue(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
         special_calls=tile.seeing,
     )
     done += _stored(_owned_in_hbm(tile.rows, p, p.itemsize))
-    return done + _stored((pairs, tile.rows * FLOAT, pairs))
+    return done + _stored((groups, tile.rows * FLOAT, groups))
 
 
 def _fa2_split_q(p: Problem, c: TileConfig) -> Counts:
@@ -348,7 +360,7 @@ def _partials(c: TileConfig) -> Counts:
 
 def _owned(rows: int, p: Problem) -> tuple[int, int]:
     """Elements of O, and requests for them by warps that own 16 columns of 2 rows."""
-    return rows * p.head_dim, ceil(rows / 2) * ceil(p.head_dim / EXCHANGE_COLS)
+    return rows * p.head_dim, ceil(rows / OWNED_ROWS) * ceil(p.head_dim / EXCHANGE_COLS)
 
 
 # Requests for HBM

@@ -4,6 +4,7 @@ import linecache
 import math
 import time
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fa2_numba.device import device_function
 from fa2_numba.errors import ArgumentError, ArgumentTypeError
 from fa2_numba.kernels import fa2_split_q
 from fa2_numba.launch import ForwardTensors, SimulatorMachine
+from fa2_numba.simulator import OutOfBoundsError
 from fa2_numba.testing import poisoned, random_qkv
 
 WARP = 32
@@ -156,6 +158,84 @@ def test_a_while_loop():
     report = count(halve, numbers(32), numbers(32))
     assert report.global_load_requests == 5  # lane 31 reads x[31], x[15], x[7], x[3], x[1]
     assert report.global_load_bytes == 4 * sum(n.bit_length() for n in range(32))
+
+
+def in_while(x, y, n):
+    i, k = cuda.threadIdx.x, 0
+    while k < n:
+        if i % 2 == k % 2:
+            y[i] = x[i]
+        k += 1
+
+
+def in_for_over_a_tuple(x, y, n):
+    i = cuda.threadIdx.x
+    for k in (0, 1, 2, 3):
+        if i % 2 == k % 2:
+            y[i] = x[i]
+
+
+def in_for_with_break_and_else(x, y, n):
+    i = cuda.threadIdx.x
+    for k in range(9):
+        if k == n:
+            break
+        if i % 2 != k % 2:
+            continue
+        y[i] = x[i]
+    else:
+        y[i] = x[i]
+
+
+@pytest.mark.parametrize(
+    "kernel", [in_while, in_for_over_a_tuple, in_for_with_break_and_else], ids=lambda k: k.__name__
+)
+def test_every_kind_of_loop_tells_its_iterations_apart(kernel):
+    report = count(kernel, numbers(32), numbers(32), 4)
+    assert (report.global_load_requests, report.global_store_requests) == (4, 4)
+
+
+def test_a_thread_is_where_it_was_after_a_loop():
+    @cuda.jit
+    def after(x, y):
+        i = cuda.threadIdx.x
+        n = i % 2
+        for a, b in zip(range(n), range(n), strict=True):
+            y[i] = float32(a + b)
+        for _ in range(i):
+            n += 1
+        else:
+            y[i] = float32(n)
+        y[i] = x[i]
+
+    report = count(after, numbers(32), numbers(32))
+    assert report.global_load_requests == 1
+    assert report.global_store_requests == 3
+
+
+def test_lanes_that_read_different_arrays_share_no_sector():
+    @cuda.jit
+    def two(x, y, z):
+        i = cuda.threadIdx.x
+        a = x if i < 16 else y
+        z[i] = a[i % 16]
+
+    assert count(two, numbers(16), numbers(16), numbers(32)).global_load_sectors == 4
+
+
+def test_arguments_of_any_type_and_size():
+    record = np.dtype([("a", "f4"), ("b", "f4"), ("c", "f4")])
+
+    @cuda.jit
+    def corner(x, huge, y):
+        i = cuda.threadIdx.x
+        y[i] = huge[i, 10**6 - 1 - i]
+        x[i] = x[31 - i]
+
+    huge = np.broadcast_to(np.float32(1), (10**6, 10**6))
+    report = count(corner, np.zeros(32, record), huge, numbers(32))
+    assert report.global_load_bytes == 32 * (12 + 4)
+    assert report.global_load_sectors == 1 + 12
 
 
 @device_function
@@ -320,6 +400,47 @@ def test_integers_indices_and_float64_are_no_float32_operations():
     assert (report.matmul_flops, report.other_flops) == (0, 0)
 
 
+def test_counting_changes_no_result():
+    """What Python folds into a literal is a float64, with hooks as without."""
+
+    @cuda.jit
+    def folded(x, y):
+        i = cuda.threadIdx.x
+        y[i] = x[i] * (1 / 3) + 10**-1
+
+    x, results = numbers(32), []
+    for counts in (True, False):
+        y = np.zeros(32)
+        count(folded, x, y, counts=counts)
+        results.append(y)
+    np.testing.assert_array_equal(*results)
+    assert results[0][1] == 1 / 3 + 0.1
+    assert count(folded, x, y).other_flops == 0
+
+
+def test_powers_and_arithmetic_in_an_index():
+    @cuda.jit
+    def powers(x, y, p):
+        i = cuda.threadIdx.x
+        z = x[int(float32(i) * float32(0.5))] ** 2  # 2 multiplications
+        z **= 5  # 3 multiplications
+        y[i] = z**p  # 1 special call
+
+    report = count(powers, numbers(32), numbers(32), np.float32(1.5))
+    assert (report.multiplications, report.special_calls) == (5 * 32, 32)
+
+
+def test_fma_by_any_name():
+    multiply_add = cuda.fma
+
+    @cuda.jit
+    def kernel(x):
+        i = cuda.threadIdx.x
+        x[i] = multiply_add(x[i], x[i], cuda.fma(x[i], x[i], x[i]))
+
+    assert count(kernel, numbers(32)).multiply_adds == 64
+
+
 def test_an_index_is_evaluated_once():
     @device_function
     def next_index(counter):
@@ -366,7 +487,7 @@ def test_lines_are_those_of_the_kernel():
 
     report = count(lines, numbers(32), numbers(32))
     first = lines.py_func.__code__.co_firstlineno
-    found = {line.line - first: line.counts for line in report.lines}
+    found = {line.line - first: line.traffic for line in report.lines}
     assert {offset: (c.global_load_bytes, c.global_store_bytes) for offset, c in found.items()} == {
         3: (256, 0),
         4: (0, 128),
@@ -377,7 +498,7 @@ def test_lines_are_those_of_the_kernel():
 def test_lines_add_up_to_the_total():
     _, report = attend(random_qkv(1, 40, 33, 2, 1, 16, np.float32), causal=True)
     for name in ("global_load_bytes", "shared_load_bytes", "shared_store_requests"):
-        assert sum(getattr(line.counts, name) for line in report.lines) == getattr(report, name)
+        assert sum(getattr(line.traffic, name) for line in report.lines) == getattr(report, name)
 
 
 # Whole kernels
@@ -489,7 +610,56 @@ def test_a_source_that_has_changed_is_not_counted(tmp_path):
         _ = count(module.kernel, np.ones(1, np.float32), threads=1).additions
 
 
+def test_other_code_in_the_file_does_not_matter(tmp_path):
+    path = tmp_path / "beside.py"
+    path.write_text(
+        "if 1 - 1:\n    def never(): pass\n"
+        "def host(a):\n    match a:\n        case 1 + 2j:\n            return '\\d' is a\n"
+        f"total = {' + '.join('1' * 900)}\n"
+        "def kernel(x):\n    x[0] = x[0] + x[0]\n"
+        "first, second = (lambda x: x[0] + x[0]), (lambda x: x[0] * x[0])\n"
+    )
+    module = types.ModuleType("beside")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(path.read_text(), str(path), "exec"), vars(module))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert count(module.kernel, np.ones(1, np.float32), threads=1).additions == 1
+        assert count(module.first, np.ones(1, np.float32), threads=1).additions == 1
+        assert count(module.second, np.ones(1, np.float32), threads=1).multiplications == 1
+
+
+def test_messages_name_the_kernel_s_own_variables():
+    @cuda.jit
+    def outside(x):
+        x[4:][cuda.threadIdx.x] += float32(1.0)
+
+    texts = []
+    for counts in (True, False):
+        with pytest.raises(OutOfBoundsError) as caught:
+            count(outside, numbers(4), threads=1, counts=counts)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1] and "global array x[0]" in texts[0]
+
+
+def test_blocks_may_be_run_one_by_one():
+    launch = simulate(copy, progress=False)[2, 32].prepare(numbers(64), numbers(64), 1)
+    for block in launch.blocks():
+        block.run()
+    assert launch.counter.report.global_load_requests == 2
+
+
 # Reports
+
+
+def test_blocks_are_in_the_order_of_the_grid():
+    x, y = numbers(128), numbers(128)
+    reports = [count(copy, x, y, 1, blocks=(2, 2), seed=seed) for seed in (None, 1)]
+    assert [block.index for block in reports[1].blocks] == [
+        (x, y, 0) for y in range(2) for x in range(2)
+    ]
+    assert reports[0] == reports[1]
 
 
 def test_reports_add_and_compare():
@@ -498,7 +668,7 @@ def test_reports_add_and_compare():
     both = sum([one, two])
     assert both.global_load_bytes == one.global_load_bytes + two.global_load_bytes
     assert len(both.blocks) == 3 and len(both.lines) == len(one.lines)
-    assert both.lines[0].counts.global_load_bytes == 3 * 128
+    assert both.lines[0].traffic.global_load_bytes == 3 * 128
     comparison = one.compare(two)
     assert comparison.ratios["global_load_bytes"] == 2
     assert math.isnan(comparison.ratios["barriers"])
@@ -512,6 +682,7 @@ def test_reports_add_and_compare():
 def test_a_report_prints_and_renders():
     report = count(transpose, numbers(32), numbers(32), 2)
     text = str(report)
+    assert repr(report) == text and "bank_conflicts" in dir(report)
     assert "transpose: 1 block\n" in text and "tile[stride * i] = x[i]" in text
     assert max(map(len, text.splitlines())) <= 100
     assert "bank_conflicts" in report._repr_mimebundle_([], [])["text/html"]

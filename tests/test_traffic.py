@@ -90,6 +90,8 @@ def test_a_wrong_prediction_is_seen():
 def test_there_is_a_formula_for_these_rungs_and_no_other():
     with pytest.raises(ArgumentError, match="rung='fa9'"):
         predict("fa9", *ALIGNED["one-tile"])
+    with pytest.raises(ArgumentError, match="head_dim=17: must be that of the tiles, 16"):
+        predict("standard", replace(ALIGNED["one-tile"][0], head_dim=17), SMALL)
 
 
 # The formulas in the docstrings of the kernels: one head, float32, whole tiles.

@@ -12,7 +12,14 @@ from fa2_numba.simulator.errors import (
     UninitialisedReadError,
     WarpError,
 )
-from fa2_numba.simulator.report import BlockCounts, Comparison, Counts, LineCounts, Report
+from fa2_numba.simulator.report import (
+    BlockCounts,
+    Comparison,
+    Counts,
+    LineTraffic,
+    Report,
+    Traffic,
+)
 from fa2_numba.simulator.run import Simulator, simulate
 
 __all__ = [
@@ -21,7 +28,7 @@ __all__ = [
     "Comparison",
     "Counts",
     "LaunchError",
-    "LineCounts",
+    "LineTraffic",
     "OutOfBoundsError",
     "RaceError",
     "Report",
@@ -30,6 +37,7 @@ __all__ = [
     "SimulationError",
     "Simulator",
     "ThreadError",
+    "Traffic",
     "UninitialisedReadError",
     "WarpError",
     "simulate",

@@ -1,8 +1,9 @@
 """Counting what a launch does: every access, meeting of threads and float32 operation.
 
-A counted kernel is rebuilt so that its float32 numbers count (`arithmetic`), its arrays log every
-access, and each thread knows its position: the calls and the loop iterations it is in. After every
-barrier, the accesses of a warp's lanes that belong together become requests (`requests`).
+A counted kernel has hooks (`hooks`) where it computes (`arithmetic`) and where it loops, so that
+each thread knows its position: the calls and the loop iterations it is in. Its arrays log every
+access with that position. After every barrier, what the lanes of a warp did at one place in one
+position becomes one request (`requests`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Callable
+from operator import attrgetter, mul
 from types import CodeType, FrameType, FunctionType
 
 import numpy as np
@@ -21,15 +22,16 @@ from greenlet import getcurrent
 from numba import cuda
 
 from fa2_numba.constants import WARP_SIZE
+from fa2_numba.simulator import hooks
 from fa2_numba.simulator.arithmetic import (
     OPERATIONS,
-    NoSourceError,
-    counted_code,
-    counted_functions,
+    counted_builtins,
+    counted_fma,
     counted_meanings,
-    make_hooks,
+    operator_hooks,
 )
 from fa2_numba.simulator.engine import Block, Observer, Thread, Warp
+from fa2_numba.simulator.errors import SimulationError
 from fa2_numba.simulator.machine import Cuda
 from fa2_numba.simulator.memory import (
     CHECKED,
@@ -38,7 +40,7 @@ from fa2_numba.simulator.memory import (
     SharedArray,
     SimulatedArray,
 )
-from fa2_numba.simulator.report import BlockCounts, Counts, LineCounts, Report
+from fa2_numba.simulator.report import BlockCounts, Counts, LineTraffic, Report, Traffic
 from fa2_numba.simulator.requests import (
     LOG_COLUMNS,
     SITE,
@@ -49,21 +51,18 @@ from fa2_numba.simulator.requests import (
 from fa2_numba.simulator.retarget import Retargeting
 from fa2_numba.simulator.source import line_number
 
-SPACES = ("global", "shared")
-ACCESSES = ("load", "store")
-ITEM_SIZES = (1, 2, 4, 8, 16)
-LOGS = [(space, access, size) for space in SPACES for access in ACCESSES for size in ITEM_SIZES]
-"""A thread keeps one log for each of these."""
-LOG_NUMBER = {log: number for number, log in enumerate(LOGS)}
-
 CALL_SHIFT = 48
 """An access's site is the address of its instruction, below this bit, and the number of the call
 path to its function, above."""
+MAX_CALL_PATHS = 1 << 15
+
+ARRAY_ALIGNMENT = 256
+"""Bytes; where arrays begin, as the allocators of GPUs place them."""
 
 VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync", "match_any_sync", "match_all_sync")
 
 
-class Counter(Observer):
+class LaunchCounter(Observer):
     """Counts one launch. `function` is the kernel to run, `kinds` its arrays; `report` the result.
 
     checks: whether accesses are also checked for races and for memory nobody wrote.
@@ -73,11 +72,12 @@ class Counter(Observer):
         self._tallies = [0] * len(OPERATIONS)
         self._codes = _Codes()
         self._uncounted = ""
-        functions, multiply_add, builtins = counted_functions(self._tallies)
+        fma = counted_fma(self._tallies)
         self._retargeting = Retargeting(
-            meanings=counted_meanings(functions) | {id(cuda): CountedCuda(multiply_add)},
-            builtins=builtins | {"range": CountedRange},
-            hooks=make_hooks(self._tallies),
+            meanings=counted_meanings(self._tallies)
+            | {id(cuda): CountedCuda(fma), id(cuda.fma): fma},
+            builtins=counted_builtins(self._tallies),
+            hooks=operator_hooks(self._tallies) | LOOP_HOOKS,
             code_of=self._code_of,
             called=self._called,
         )
@@ -85,34 +85,39 @@ class Counter(Observer):
         self.function = self._retargeting.function(kernel)
         self._codes.add(self.function.__code__)
         self.kinds = _counted_kinds(checks)
-        self._calls: dict[tuple[int, int], int] = {}
+        self._paths: dict[tuple[int, int], int] = {}
         self._roots = [0]
         self._events: dict[str, int] = defaultdict(int)
         self._blocks: list[BlockCounts] = []
-        self._traffic = Counts()
-        self._lines: dict[tuple[str, int], Counts] = defaultdict(Counts)
+        self._traffic = Traffic()
+        self._lines: dict[tuple[str, int], Traffic] = defaultdict(Traffic)
 
     @property
     def report(self) -> Report:
         """What has been counted in the blocks that have ended."""
-        lines = [LineCounts(self.kernel, *at, counts) for at, counts in self._lines.items()]
+        lines = [LineTraffic(self.kernel, *at, traffic) for at, traffic in self._lines.items()]
         lines.sort(key=attrgetter("file", "line"))
-        return Report(self.kernel, tuple(self._blocks), tuple(lines), self._uncounted)
+        blocks = sorted(self._blocks, key=lambda block: block.index[::-1])
+        return Report(self.kernel, tuple(blocks), tuple(lines), self._uncounted)
 
     def block_started(self, block: Block) -> None:
         """Its threads get their logs."""
         self._events.clear()
         self._tallies[:] = [0] * len(OPERATIONS)
-        self._traffic = Counts()
+        self._traffic = Traffic()
         for thread in block.threads:
-            thread.logs = [array("q") for _ in LOGS]
+            thread.logs = defaultdict(_new_log)
             thread.position = thread.call = 0
 
     def block_finished(self, block: Block) -> None:
         """Its counts are complete."""
         self._collect(block)
-        done = Counts(**self._events, **dict(zip(OPERATIONS, self._tallies, strict=True)))
-        self._blocks.append(BlockCounts(self.kernel, block.index, self._traffic + done))
+        counts = Counts(
+            **vars(self._traffic),
+            **self._events,
+            **dict(zip(OPERATIONS, self._tallies, strict=True)),
+        )
+        self._blocks.append(BlockCounts(self.kernel, block.index, counts))
 
     def barrier_passed(self, block: Block, operation: str) -> None:
         """All threads have met: what they logged is complete up to here."""
@@ -132,18 +137,19 @@ class Counter(Observer):
 
     def _collect(self, block: Block) -> None:
         for warp in block.warps:
-            for number, (space, access, itemsize) in enumerate(LOGS):
-                logs = [thread.logs[number] for thread in warp.threads]
-                if any(logs):
-                    self._count_requests(_taken(logs), space, access, itemsize)
+            kinds = {kind for thread in warp.threads for kind in thread.logs}
+            for kind in sorted(kinds):
+                self._count_requests(_taken([t.logs[kind] for t in warp.threads]), *kind)
 
     def _count_requests(
         self, logs: list[np.ndarray], space: str, access: str, itemsize: int
     ) -> None:
+        if not any(map(len, logs)):
+            return
         sites, addresses = warp_requests([self._at_starts(log) for log in logs])
         lanes = (addresses >= 0).sum(axis=1)
         if space == "global":
-            third = {"sectors": count_sectors(addresses)}
+            third = {"sectors": count_sectors(addresses, itemsize)}
         else:
             third = {"replays": count_replays(addresses, itemsize)}
         per_request = {"requests": np.ones_like(lanes), "bytes": itemsize * lanes} | third
@@ -153,9 +159,9 @@ class Counter(Observer):
             for name, values in per_request.items()
         }
         for k, site in enumerate(unique):
-            counts = Counts(**{name: int(values[k]) for name, values in sums.items()})
-            self._traffic += counts
-            self._lines[self._codes.line(self._root(int(site)))] += counts
+            traffic = Traffic(**{name: int(values[k]) for name, values in sums.items()})
+            self._traffic += traffic
+            self._lines[self._codes.line(self._root(int(site)))] += traffic
 
     def _at_starts(self, log: np.ndarray) -> np.ndarray:
         """The log with the numbers of instructions for sites."""
@@ -171,20 +177,21 @@ class Counter(Observer):
 
     def _code_of(self, function: FunctionType) -> CodeType:
         try:
-            return counted_code(function)
-        except NoSourceError as error:
+            return hooks.hooked_code(function)
+        except hooks.NoSourceError as error:
             self._uncounted = str(error)
             return function.__code__
 
     def _called(self, function: FunctionType) -> Callable:
         """A device function that tells its thread where it was called."""
         self._codes.add(function.__code__)
+        start = self._codes.start
 
         def call(*arguments: object, **named: object) -> object:
             thread = getcurrent()
             position, path = thread.position, thread.call
             frame = sys._getframe(1)
-            site = self._codes.start(id(frame.f_code) + frame.f_lasti)
+            site = start(id(frame.f_code) + frame.f_lasti)
             thread.call = self._path(path, site)
             thread.position = hash((position, site))
             try:
@@ -195,41 +202,40 @@ class Counter(Observer):
         return call
 
     def _path(self, outer: int, site: int) -> int:
+        """The number of the path `outer` with one more call, where it stands in a site."""
         key = outer, site
-        if key not in self._calls:
+        if key not in self._paths:
+            number = len(self._roots)
+            if number == MAX_CALL_PATHS:
+                rule = f"a counted kernel may have {MAX_CALL_PATHS:,} different paths of calls"
+                raise SimulationError(f"kernel {self.kernel}: {rule}; use counts=False")
             self._roots.append(self._roots[outer >> CALL_SHIFT] or site)
-            self._calls[key] = (len(self._roots) - 1) << CALL_SHIFT
-        return self._calls[key]
+            self._paths[key] = number << CALL_SHIFT
+        return self._paths[key]
 
 
 class CountedCuda(Cuda):
     """The `cuda` module inside a counted kernel."""
 
-    def __init__(self, multiply_add: Callable) -> None:
-        self.fma = multiply_add
+    def __init__(self, fma: Callable) -> None:
+        self.fma = fma
 
 
-class CountedRange:
-    """`range` whose loops give their thread a new position in every iteration."""
+def _enter_loop() -> int:
+    return getcurrent().position
 
-    def __init__(self, *bounds: int) -> None:
-        self._range = range(*bounds)
 
-    def __iter__(self) -> Iterator[int]:
-        thread = getcurrent()
-        outer = thread.position
-        try:
-            for iteration, i in enumerate(self._range):
-                thread.position = hash((outer, iteration))
-                yield i
-        finally:
-            thread.position = outer
+def _iterate(outer: int, count: int) -> int:
+    getcurrent().position = hash((outer, count))
+    return count + 1
 
-    def __len__(self) -> int:
-        return len(self._range)
 
-    def __getitem__(self, index: int) -> int:
-        return self._range[index]
+def _leave_loop(outer: int) -> None:
+    getcurrent().position = outer
+
+
+LOOP_HOOKS = {hooks.ENTER: _enter_loop, hooks.ITERATE: _iterate, hooks.LEAVE: _leave_loop}
+"""Before a loop, in each of its iterations, and after it."""
 
 
 class _Codes:
@@ -243,6 +249,7 @@ class _Codes:
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
         self._starts: dict[int, int] = {}
+        self._lines: dict[int, tuple[str, int]] = {}
 
     def add(self, code: CodeType) -> None:
         """Make the instructions of `code`, and of functions inside it, known."""
@@ -262,29 +269,29 @@ class _Codes:
 
     def line(self, site: int) -> tuple[str, int]:
         """(file, line) of an instruction."""
-        code = self._code(site)
-        return code.co_filename, line_number(code, site - id(code))
+        if site not in self._lines:
+            code = self._code(site)
+            self._lines[site] = code.co_filename, line_number(code, site - id(code))
+        return self._lines[site]
 
     def _code(self, site: int) -> CodeType:
         return self._codes[max(address for address in self._codes if address <= site)]
 
 
 class _Logged:
-    """Mixed into an array class: logs every access."""
+    """Mixed into an array class: logs every access, in bytes from the start of its space."""
 
     def __init__(self, values: np.ndarray, *others: object) -> None:
         super().__init__(values, *others)
-        itemsize = values.dtype.itemsize
-        self._load_log = LOG_NUMBER[self.space, "load", itemsize]
-        self._store_log = LOG_NUMBER[self.space, "store", itemsize]
-        # Elements of global arrays are numbered by byte offsets, those of shared memory by items.
-        self._unit = itemsize if self.space == "shared" else 1
+        self._load_log = self.space, "load", values.dtype.itemsize
+        self._store_log = self.space, "store", values.dtype.itemsize
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
         """Log a read."""
         thread = getcurrent()
         site = thread.call + id(frame.f_code) + frame.f_lasti
-        thread.logs[self._load_log].extend((thread.position, site, element * self._unit))
+        address = self.address(element, index)
+        thread.logs[self._load_log].extend((thread.position, site, address))
 
     def note_write(self, element: int, index: tuple, frame: FrameType, atomic: bool) -> None:
         """Log a write; an atomic update is counted as such instead."""
@@ -293,11 +300,31 @@ class _Logged:
             thread.block.observer.atomic_done()
             return
         site = thread.call + id(frame.f_code) + frame.f_lasti
-        thread.logs[self._store_log].extend((thread.position, site, element * self._unit))
+        address = self.address(element, index)
+        thread.logs[self._store_log].extend((thread.position, site, address))
+
+    def address(self, element: int, index: tuple) -> int:
+        """Where an element of shared memory lies; elements are numbered from its start."""
+        return element * self.values.itemsize
 
 
 class _LoggedGlobal(_Logged, SimulatedArray):
+    """shift: what to add to a real address to get the one that is logged."""
+
     space = "global"
+
+    def __init__(self, values: np.ndarray, name: object, shift: int) -> None:
+        super().__init__(values, values, name)
+        self._shift = shift
+        self._first = values.__array_interface__["data"][0] + shift
+        self._strides = values.strides
+
+    def _view(self, values: np.ndarray, elements: np.ndarray) -> _LoggedGlobal:
+        return _LoggedGlobal(values, self._view_name(), self._shift)
+
+    def address(self, element: int, index: tuple) -> int:
+        """Where an element of global memory lies."""
+        return self._first + sum(map(mul, index, self._strides))
 
 
 class _LoggedUncheckedShared(_Logged, SimulatedArray):
@@ -320,26 +347,38 @@ class _LoggedShared(_Logged, SharedArray):
 
 def _counted_kinds(checks: bool) -> ArrayKinds:
     """The arrays of a counted launch; local ones are registers and not logged."""
+    end = 0
+
+    def argument(values: np.ndarray, name: str) -> _LoggedGlobal:
+        nonlocal end
+        lowest, highest = _byte_bounds(values)
+        shift = end - lowest
+        end += -(-(highest - lowest) // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
+        return _LoggedGlobal(values, name, shift)
+
+    if checks:
+        return ArrayKinds(
+            argument,
+            lambda a: _LoggedShared(a.values, a.elements, a.name, a.region),
+            CHECKED.local,
+        )
     return ArrayKinds(
-        lambda values, name: _LoggedGlobal(values, byte_offsets(values), name),
-        (lambda a: _LoggedShared(a.values, a.elements, a.name, a.region))
-        if checks
-        else (lambda a: _LoggedUncheckedShared(a.values, a.elements, a.name)),
-        (CHECKED if checks else UNCHECKED).local,
+        argument,
+        lambda a: _LoggedUncheckedShared(a.values, a.elements, a.name),
+        UNCHECKED.local,
     )
 
 
-def byte_offsets(values: np.ndarray) -> np.ndarray:
-    """Where each element lies, in bytes from the lowest one (taken to be well aligned).
+def _byte_bounds(values: np.ndarray) -> tuple[int, int]:
+    """The addresses of an array's first byte, and of the first one behind it."""
+    first = values.__array_interface__["data"][0]
+    reach = [(size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True)]
+    lowest = first + sum(step for step in reach if step < 0)
+    return lowest, first + sum(step for step in reach if step > 0) + values.itemsize
 
-    >>> byte_offsets(np.zeros((2, 3), np.float32).T).tolist()
-    [[0, 12], [4, 16], [8, 20]]
-    """
-    offsets = np.zeros(values.shape, np.int64)
-    for axis, (size, stride) in enumerate(zip(values.shape, values.strides, strict=True)):
-        steps = np.arange(size) * stride
-        offsets += (steps - steps.min(initial=0)).reshape(-1, *(1,) * (values.ndim - axis - 1))
-    return offsets
+
+def _new_log() -> array:
+    return array("q")
 
 
 def _taken(logs: list[array]) -> list[np.ndarray]:

@@ -160,6 +160,9 @@ class Observer:
     def warp_met(self, warp: Warp, operation: str, threads: list[Thread]) -> None:
         """So have the lanes of one mask."""
 
+    def atomic_done(self) -> None:
+        """The running thread has updated an element atomically."""
+
 
 class Block:
     """One thread block of a launch, run to its end by `run`, or step by step by its parts."""

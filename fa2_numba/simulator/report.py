@@ -18,11 +18,22 @@ NUMBERS_WIDTH = 62
 """What the columns of numbers take beside a source line."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers that add up.
+class _Sum:
+    """Numbers that add up, field by field."""
 
-    A request is one instruction of a warp that reads or writes memory, for up to 32 lanes at once.
+    def __add__(self, other: object) -> object:
+        names = [field.name for field in fields(self)]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __mul__(self, times: int) -> object:
+        return type(self)(*(times * getattr(self, field.name) for field in fields(self)))
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Traffic(_Sum):
+    """Loads and stores. A request is one instruction of a warp, for up to 32 lanes at once.
 
     global_load_requests, global_store_requests, shared_load_requests, shared_store_requests:
         requests, by where and what.
@@ -30,11 +41,6 @@ class Counts:
     global_load_sectors, global_store_sectors: 32-byte pieces of HBM that the requests touch; as
         many as bytes / 32 where neighbouring lanes read neighbouring addresses (coalesced).
     shared_load_replays, shared_store_replays: bank conflicts, times that a request was repeated.
-    barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp.
-    atomics: atomic updates, once for a thread, which are no loads or stores here.
-    special_calls: exp, log, sqrt and the like, once for a thread; so are the following.
-    multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations.
-    additions, multiplications, divisions, maxima: all other float32 operations.
     """
 
     global_load_requests: int = 0
@@ -49,6 +55,26 @@ class Counts:
     shared_store_requests: int = 0
     shared_store_bytes: int = 0
     shared_store_replays: int = 0
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Replays of requests to shared memory."""
+        return self.shared_load_replays + self.shared_store_replays
+
+
+@dataclass(frozen=True)
+class Counts(Traffic):
+    """All that is counted.
+
+    barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp.
+    atomics: atomic updates, once for a thread, which are no loads or stores here.
+    special_calls: exp, log, sqrt and the like of float32, once for a thread; so are the following.
+    multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations.
+    additions, multiplications, divisions, maxima: all other float32 operations.
+
+    Constants that a kernel captures (global NumPy arrays) and local arrays are no memory traffic.
+    """
+
     barriers: int = 0
     warp_syncs: int = 0
     shuffles: int = 0
@@ -60,20 +86,6 @@ class Counts:
     multiplications: int = 0
     divisions: int = 0
     maxima: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        names = [field.name for field in fields(self)]
-        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
-
-    def __mul__(self, times: int) -> Counts:
-        return Counts(*(times * getattr(self, field.name) for field in fields(self)))
-
-    __rmul__ = __mul__
-
-    @property
-    def bank_conflicts(self) -> int:
-        """Replays of requests to shared memory."""
-        return self.shared_load_replays + self.shared_store_replays
 
     @property
     def matmul_flops(self) -> int:
@@ -88,7 +100,9 @@ class Counts:
 
 SUMMARY = (
     "global_load_bytes",
+    "global_load_sectors",
     "global_store_bytes",
+    "global_store_sectors",
     "shared_load_bytes",
     "shared_store_bytes",
     "bank_conflicts",
@@ -124,13 +138,13 @@ class BlockCounts:
 
 
 @dataclass(frozen=True)
-class LineCounts:
+class LineTraffic:
     """Memory traffic of one line of a kernel, with that of the device functions it calls."""
 
     kernel: str
     file: str
     line: int
-    counts: Counts
+    traffic: Traffic
 
     @property
     def text(self) -> str:
@@ -147,6 +161,8 @@ class _Shown(JupyterMixin):
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True, repr=False)
 class Report(_Shown):
@@ -155,12 +171,14 @@ class Report(_Shown):
     Every field and property of `Counts` is an attribute, the total of all blocks:
     `report.global_load_bytes`. `blocks` and `lines` hold the parts.
 
-    uncounted: why the arithmetic could not be counted, if so; asking for it is a ValueError then.
+    uncounted: why the arithmetic could not be counted, if so; asking for it is a ValueError then
+        (in `total`, `blocks` and `lines` it stands as 0), and loops could not be followed: accesses
+        of lanes that do not all go through an iteration may be taken for one request.
     """
 
     name: str
     blocks: tuple[BlockCounts, ...] = ()
-    lines: tuple[LineCounts, ...] = ()
+    lines: tuple[LineTraffic, ...] = ()
     uncounted: str = ""
 
     @cached_property
@@ -180,14 +198,17 @@ class Report(_Shown):
             return getattr(self.total, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *DETAILS, *SUMMARY})
+
     def __add__(self, other: Report) -> Report:
         if not isinstance(other, Report):
             return NotImplemented
-        lines: dict[tuple[str, str, int], LineCounts] = {}
+        lines: dict[tuple[str, str, int], LineTraffic] = {}
         for one in self.lines + other.lines:
             key = (one.kernel, one.file, one.line)
-            counts = lines[key].counts + one.counts if key in lines else one.counts
-            lines[key] = LineCounts(*key, counts)
+            traffic = lines[key].traffic + one.traffic if key in lines else one.traffic
+            lines[key] = LineTraffic(*key, traffic)
         name = self.name if self.name == other.name else f"{self.name} + {other.name}"
         uncounted = self.uncounted or other.uncounted
         return Report(name, self.blocks + other.blocks, tuple(lines.values()), uncounted)
@@ -224,12 +245,12 @@ class Report(_Shown):
         for line in self.lines:
             if line.kernel != kernel:
                 continue
-            counts = line.counts
+            traffic = line.traffic
             table.add_row(
                 str(line.line),
-                f"{counts.global_load_bytes + counts.global_store_bytes:,}",
-                f"{counts.shared_load_bytes + counts.shared_store_bytes:,}",
-                f"{counts.bank_conflicts:,}",
+                f"{traffic.global_load_bytes + traffic.global_store_bytes:,}",
+                f"{traffic.shared_load_bytes + traffic.shared_store_bytes:,}",
+                f"{traffic.bank_conflicts:,}",
                 Text(line.text),
             )
         return table

@@ -25,7 +25,7 @@ def warp_requests(logs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The requests of one warp: their sites (R,) and their addresses (R, 32), IDLE for no access.
 
     logs: what each of the 32 lanes did in its order, int64 (accesses, LOG_COLUMNS). If a lane is at
-    one site in one position several times (a while loop), its n-th time meets that of the others.
+    one site in one position several times, its n-th time meets that of the others.
     """
     busy = [lane for lane, log in enumerate(logs) if len(log)]
     first = logs[busy[0]]
@@ -66,29 +66,32 @@ def _rank(begins: np.ndarray) -> np.ndarray:
     return number - np.maximum.accumulate(np.where(begins, number, 0))
 
 
-def count_sectors(addresses: np.ndarray) -> np.ndarray:
+def count_sectors(addresses: np.ndarray, itemsize: int) -> np.ndarray:
     """32-byte sectors of global memory that each request touches: 4 if 32 lanes read 128 bytes.
 
     >>> lanes = np.arange(32)
-    >>> count_sectors(np.array([4 * lanes, 128 * lanes, 0 * lanes])).tolist()
+    >>> count_sectors(np.array([4 * lanes, 128 * lanes, 0 * lanes]), 4).tolist()
     [4, 32, 1]
     """
-    return _distinct(_units(addresses, SECTOR_BYTES)).sum(axis=1)
+    # An element lies in one sector, or reaches into a second one.
+    ends = np.where(addresses < 0, IDLE, addresses + itemsize - 1)
+    return _distinct(_units(np.concatenate([addresses, ends], axis=1), SECTOR_BYTES)).sum(axis=1)
 
 
 def count_replays(addresses: np.ndarray, itemsize: int) -> np.ndarray:
     """How many times each request to shared memory is repeated for bank conflicts.
 
     Word w (4 bytes) lies in bank w % 32. A bank gives one word at a time, to all lanes that want
-    that word. Elements of 8 bytes are served by half warps.
+    that word. Elements of 8 bytes are served by half warps, larger ones by quarter warps.
 
     >>> lanes = np.arange(32)
     >>> words = np.array([lanes, 2 * lanes, 32 * lanes, 33 * lanes, 0 * lanes])
     >>> count_replays(4 * words, 4).tolist()
     [0, 1, 31, 0, 0]
     """
-    words = max(1, itemsize // BANK_BYTES)
-    parts = addresses.reshape(len(addresses) * words, WARP_SIZE // words)
+    words = max(1, -(-itemsize // BANK_BYTES))
+    turns = min(words, 4) if words != 3 else 4
+    parts = addresses.reshape(len(addresses) * turns, WARP_SIZE // turns)
     first = _units(parts, BANK_BYTES)
     wanted = np.concatenate([np.where(first < 0, IDLE, first + k) for k in range(words)], axis=1)
     wanted.sort(axis=1)
@@ -96,7 +99,7 @@ def count_replays(addresses: np.ndarray, itemsize: int) -> np.ndarray:
     bank = wanted[part, column] % NUM_BANKS
     loads = np.bincount(part * NUM_BANKS + bank, minlength=len(parts) * NUM_BANKS)
     replays = np.maximum(loads.reshape(len(parts), NUM_BANKS).max(axis=1) - 1, 0)
-    return replays.reshape(len(addresses), words).sum(axis=1)
+    return replays.reshape(len(addresses), turns).sum(axis=1)
 
 
 def _units(addresses: np.ndarray, size: int) -> np.ndarray:

@@ -25,7 +25,7 @@ from fa2_numba.constants import (
     SHARED_BYTES_PER_BLOCK,
     STATIC_SHARED_BYTES,
 )
-from fa2_numba.simulator.counting import Counter
+from fa2_numba.simulator.counting import LaunchCounter
 from fa2_numba.simulator.engine import Block, Index, Observer, raised_at
 from fa2_numba.simulator.errors import LaunchError, RunTooLongError, SimulationError
 from fa2_numba.simulator.memory import CHECKED, UNCHECKED, ArrayKinds, BlockMemory
@@ -48,7 +48,9 @@ class Simulator:
     compute_capability: the architecture whose shared-memory limit holds.
     max_seconds: a launch that takes, or will take, longer is ended; None never ends one.
     progress: show a bar on launches that take longer than a few seconds.
-    counts: count what the kernel does; a launch then returns a `Report` (up to 3 times slower).
+    counts: count what the kernel does; a launch then returns a `Report`. The kernels here take up
+        to 3 times as long, a small one that does little but load, store and call may take more.
+        Every access between two barriers takes 24 bytes of the host's memory.
     """
 
     checks: bool = True
@@ -97,7 +99,7 @@ class Simulator:
         watch = _Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
         try:
             with bar, watch:
-                for one in launch.blocks(launch.counter):
+                for one in launch.blocks():
                     one.run()
                     watch.finished_block()
                     bar.update()
@@ -114,7 +116,7 @@ class Simulator:
         grid, dim = _launch_shape(name, grid, block)
         self._check_shared_bytes(name, shared_bytes)
         if self.counts:
-            counter = Counter(function, self.checks)
+            counter = LaunchCounter(function, self.checks)
             simulated, kinds = counter.function, counter.kinds
         else:
             counter, simulated = None, PLAIN.function(function)
@@ -145,10 +147,14 @@ class Launch:
     grid: Index
     dim: Index
     shared_bytes: int
-    counter: Counter | None
+    counter: LaunchCounter | None
 
     def blocks(self, observer: Observer | None = None) -> Iterator[Block]:
-        """The blocks one by one, in the order they run; each must have run before the next."""
+        """The blocks one by one, in the order they run; each must have run before the next.
+
+        observer: who is told what they do; the launch's own counter, if none is given.
+        """
+        observer = observer or self.counter
         seed = self.simulator.seed
         rng = None if seed is None else random.Random(int(seed))
         for index in _block_indices(self.grid, rng):

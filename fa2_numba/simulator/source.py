@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 MARKER = "__simulated_by_fa2_numba__"
 """A key of the globals of every retargeted function: tells kernel frames from the simulator's."""
 
+HIDDEN = "__counted_"
+"""How names begin that counting adds to a kernel; no message shows them."""
 
 Place = tuple[CodeType, int]
 """An instruction: its code object, and where it stands in it."""
@@ -63,7 +65,8 @@ def stored_name(code: CodeType, lasti: int) -> str | None:
     for instruction in dis.get_instructions(code):
         if instruction.offset > lasti:
             name = instruction.argval if instruction.opname.startswith("STORE_") else None
-            return name[0] if isinstance(name, tuple) else name
+            name = name[0] if isinstance(name, tuple) else name
+            return None if name is None or name.startswith(HIDDEN) else name
     return None
 
 
