@@ -20,14 +20,22 @@ T_n = N / BLOCK_N of keys, W = NUM_WARPS):
 
     global_load_bytes  = 4 * (2*N*D + T_n*N*D + (T_n-1)*(N*D + 2*N))
     global_store_bytes = 4 * (T_n*(N*D + 2*N) + N*D + N)
+    shared_load_bytes  = T_m*T_n * 16*D*(W*BLOCK_M + 4*BLOCK_N) + 4*(T_n-1)*N*D
+                         + T_m*T_n * 4*BLOCK_M*((W+1)*D + 4*W*W + 2*W)
+    shared_store_bytes = 8*N*D + T_m*T_n * 4*BLOCK_M*((W+1)*D + 2*W + 2)
     barriers           = T_m*T_n * (3 + 2*D/16)
-    other_flops        = T_m*T_n * BLOCK_M*(4*BLOCK_N + W*D + 4*W*W + 10*W + 6) + 2*(T_n-1)*N*D + N
+    other_flops        = T_m*T_n * BLOCK_M*(4*BLOCK_N + W*D + 4*W*W + 10*W + 6)
+                         + 2*(T_n-1)*N*D + N
 
 K and V are loaded once. Each of the T_n passes loads Q, writes O, m and l, and reads them, but for
 the first; the last writes the output. With M numbers on chip a tile has about M / D rows, so T_n is
 about N D / M and what crosses HBM is of the order of N^2 D^2 / M (FA1 theorem 2). Each exchange of
-16 columns takes two barriers. The D in other_flops: W parts of an element of O are summed, the sum
-and the old element are scaled.
+16 columns takes two barriers.
+
+other_flops: an element of S is scaled, compared, subtracted from and summed (4). W parts of an
+element of O are summed and scaled (W), the old element is scaled and added (2, but for the first
+pass). A row lies in 4 lanes of each warp; each takes 2 steps over lanes twice and the maximum of W
+parts (4 W (W + 2)), and one thread updates m and l (2 W + 6).
 """
 
 from functools import cache

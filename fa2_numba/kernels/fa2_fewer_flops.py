@@ -14,7 +14,7 @@ T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about hal
 
     global_load_bytes  = 4 * (N*D + 2*T*BLOCK_N*D)
     global_store_bytes = 4 * (N*D + N)
-    shared_load_bytes  = 4*(T*(4*D*(W*BLOCK_M + 4*BLOCK_N) + BLOCK_M*(W*D + D + 4*W*W)) + N*(16*W+1))
+    shared_load_bytes  = 4*(T*(4*D*(W*BLOCK_M + 4*BLOCK_N) + BLOCK_M*(W*D+D + 4*W*W)) + N*(16*W+1))
     shared_store_bytes = 4*D*(N + 2*T*BLOCK_N) + T * 4*BLOCK_M*(W*D + W + 1) + 8*W*N
     barriers           = T * (2 + 2*D/16) + 2*T_m
     other_flops        = T * BLOCK_M*(4*BLOCK_N + (W+1)*D + 4*W*W + 12*W) + N*(D + 16*W + 1)
@@ -22,6 +22,12 @@ T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about hal
 O is written once, and nothing comes back. An element of O is scaled once a tile, not twice: W + 1
 operations in place of W + 2, at the price of the division by l at the end. The warps still store
 their W parts of O (4*W*BLOCK_M*D bytes a tile) and read them all to sum them.
+
+Shared memory: for S each lane reads its BLOCK_M / 8 rows of Q and BLOCK_N / 4W rows of K, for O the
+V of its warp's keys; W parts of O and a factor are read to sum them, W maxima a row by 4 W lanes.
+other_flops: 4 for an element of S (scale, maximum, subtraction, sum), W + 1 for one of O; for a row
+4 W (W + 2) in the lanes that hold it and 4 for each warp's m and l; at the end D products, 16
+owners that sum l and divide (16 W), and LSE.
 """
 
 import math

@@ -9,13 +9,13 @@ T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about hal
 
     global_load_bytes  = 4 * (N*D + 2*T*BLOCK_N*D)
     global_store_bytes = 4 * (N*D + N)
-    shared_load_bytes  = 4*(T*(4*D*(W*BLOCK_M + 4*BLOCK_N) + BLOCK_M*(W*D + D + 4*W*W)) + N*(16*W+1))
+    shared_load_bytes  = 4*(T*(4*D*(W*BLOCK_M + 4*BLOCK_N) + BLOCK_M*(W*D+D + 4*W*W)) + N*(16*W+1))
     shared_store_bytes = 4*D*(N + 2*T*BLOCK_N) + T * 4*BLOCK_M*(W*D + W + 1) + 8*W*N
     barriers           = T * (2 + 2*D/16) + T_m
     other_flops        = T * BLOCK_M*(4*BLOCK_N + (W+1)*D + 4*W*W + 12*W) + N*(D + 16*W + 1)
 
-It is what `fa2_fewer_flops` costs, without the barrier between query tiles: only the number of
-blocks that share the work has grown.
+It is what `fa2_fewer_flops` costs (derived there), without the barrier between query tiles: only
+the number of blocks that share the work has grown.
 """
 
 import math

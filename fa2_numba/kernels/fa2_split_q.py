@@ -25,6 +25,10 @@ T_n = N / BLOCK_N of keys, T visited pairs of them, with a causal mask about hal
     barriers           = 2*T
     other_flops        = T * BLOCK_M*(4*BLOCK_N + D + 72) + N*(D + 9)
 
+For S a lane reads BLOCK_M / 4W rows of Q and BLOCK_N / 8 of K, for O D / 8 columns of V, all keys.
+other_flops: 4 for an element of S, 1 for one of O; a row lies in 8 lanes, each of which takes 9 to
+combine lanes and update m, l and the factor; at the end D products, 8 divisions and LSE.
+
 No part of O goes through shared memory, and two barriers a tile are left. An element of O costs one
 operation a tile, for rescaling, in place of W + 1. The price: every warp reads all of K and V.
 """

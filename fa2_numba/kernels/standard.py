@@ -8,15 +8,19 @@ S and P have seqlen_q x seqlen_k elements a head, so memory and traffic grow wit
 sequence length. The two products use the tiles and the lane layout of the flash rungs.
 
 What a head of N queries and keys costs, in float32 and whole tiles (T_m = N / BLOCK_M of queries,
-T_n = N / BLOCK_N of keys):
+T_n = N / BLOCK_N of keys; W = NUM_WARPS):
 
     global_load_bytes  = 4 * (4*N*N + N*D*(T_n + 2*T_m))
     global_store_bytes = 4 * (2*N*N + N*D + N)
+    shared_load_bytes  = T_m*T_n * 32*D*(BLOCK_M + W*BLOCK_N)
+    shared_store_bytes = T_m*T_n * 4*D*(BLOCK_M + 2*BLOCK_N)
     barriers           = 3 * T_m*T_n
     other_flops        = 6*N*N + 321*N
 
 S is written once and read three times (for the maximum, the sum and P), P is written and read once;
 besides, every pair of tiles loads its tile of Q, of K and of V. A causal mask changes none of it.
+An element of S is scaled, compared, summed, divided and has the maximum subtracted from it twice:
+6 operations. A row has two butterflies of 5 steps over 32 lanes, and one sum for LSE: 321.
 """
 
 import math
