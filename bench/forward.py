@@ -8,40 +8,45 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from bench.timing import environment, forward_flops, results_file, time_once
+from bench.timing import environment, forward_flops, import_torch, results_file, time_once
 from fa2_numba import RUNGS, flash_attn_func
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 from fa2_numba.testing import compare
 
+if TYPE_CHECKING:
+    import torch
+
 WARM_UPS = 3
 ROUNDS = 9
 BACKENDS = {
-    "torch_math": SDPBackend.MATH,
-    "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "torch_flash": SDPBackend.FLASH_ATTENTION,
-    "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch_math": "MATH",
+    "torch_efficient": "EFFICIENT_ATTENTION",
+    "torch_flash": "FLASH_ATTENTION",
+    "torch_cudnn": "CUDNN_ATTENTION",
 }
+"""Name -> torch's `SDPBackend`."""
 # batch, heads, seqlen, head_dim: 16k tokens, 2048 columns in all heads.
 SHAPES = [(16, 32, 1024, 64), (4, 32, 4096, 64), (4, 16, 4096, 128)]
 
 
 def contestants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict:
     """Name -> function that runs attention once and returns (batch, seqlen, heads, head_dim)."""
+    torch = import_torch()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
 
     def rung(name: str) -> Callable[[], torch.Tensor]:
         out = torch.empty_like(q)
         return lambda: flash_attn_func(q, k, v, causal=causal, rung=name, out=out)
 
-    def torch_backend(backend: SDPBackend) -> Callable[[], torch.Tensor]:
+    def torch_backend(backend: str) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(getattr(SDPBackend, backend)):
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))
                 return scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
 
@@ -58,6 +63,7 @@ def first_head(x: torch.Tensor) -> np.ndarray:
 
 def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     """Records of all contestants that take this problem."""
+    torch = import_torch()
     batch, heads, seqlen, head_dim = shape
     sizes = batch, seqlen, heads, head_dim
     q, k, v = (torch.randn(sizes, dtype=dtype, device="cuda") for _ in range(3))
@@ -112,6 +118,7 @@ def main() -> None:
         "--out", type=Path, help="result file; default bench/results/<gpu>/forward.json"
     )
     options = parser.parse_args()
+    torch = import_torch()
     about = environment()
     out = options.out or results_file(about["gpu"], "forward.json")
     problems = [

@@ -15,39 +15,25 @@ from pathlib import Path
 import numpy as np
 
 from bench import timing
+from fa2_numba.lessons.draw import TIMELINE_HEADS, TIMELINE_RUNGS, TIMELINE_SEQLEN
 from fa2_numba.lessons.figures import draw_timeline, save_svg, timeline_numbers
-from fa2_numba.lessons.stamps import record_timeline
+from fa2_numba.lessons.stamps import record_launch
 from fa2_numba.lessons.timeline import Timeline
 
-RUNGS = {
-    "fa2_fewer_flops": "fa2_fewer_flops: a block a head",
-    "fa2_seq_parallel": "fa2_seq_parallel: a block a query tile",
-}
-BATCH, HEADS, SEQLEN, HEAD_DIM = 1, 16, 8192, 64
-COLUMNS = ("start", "end", "multiprocessor")
+SHAPE = (1, TIMELINE_HEADS, TIMELINE_SEQLEN, 64)
+"""batch, heads, seqlen, head_dim; float32, causal."""
+FIGURE = Path("docs/figures/sm_timeline_h200.svg")
 
 
 def record() -> dict:
     """Run the rungs with stamps on the current GPU."""
     machine = timing.gpu_machine()
-    inputs = timing.random_inputs(BATCH, HEADS, SEQLEN, HEAD_DIM)
+    inputs = timing.random_inputs(*SHAPE)
     timelines = {}
-    for rung in RUNGS:
+    for rung in TIMELINE_RUNGS:
         (launch,) = timing.prepare(rung, machine, inputs, causal=True).launches
-        timelines[rung] = as_numbers(record_timeline(launch, machine))
-    shape = [BATCH, HEADS, SEQLEN, HEAD_DIM]
-    return {**timing.environment(), "shape": shape, "causal": True, "timelines": timelines}
-
-
-def as_numbers(timeline: Timeline) -> dict:
-    """A timeline as JSON holds it."""
-    columns = {name: getattr(timeline, name).tolist() for name in COLUMNS}
-    return {
-        **columns,
-        "multiprocessors": timeline.multiprocessors,
-        "slots": timeline.slots,
-        "unit": timeline.unit,
-    }
+        timelines[rung] = timeline_numbers(record_launch(launch, machine))
+    return {**timing.environment(), "shape": SHAPE, "causal": True, "timelines": timelines}
 
 
 def in_milliseconds(numbers: dict) -> Timeline:
@@ -64,24 +50,26 @@ def in_milliseconds(numbers: dict) -> Timeline:
 
 def draw(recorded: dict, path: Path) -> None:
     """The recorded timelines as an SVG file."""
-    timelines = {
-        RUNGS[rung]: in_milliseconds(numbers) for rung, numbers in recorded["timelines"].items()
-    }
+    timelines = {}
+    for rung, numbers in recorded["timelines"].items():
+        timeline = in_milliseconds(numbers)
+        timelines[f"{TIMELINE_RUNGS[rung]}, {timeline.span:.2f} ms"] = timeline
     _, heads, seqlen, _ = recorded["shape"]
     title = (
-        f"{heads} causal heads of {seqlen:,} tokens on an {recorded['gpu']}, "
-        "as its blocks noted it themselves\n(%smid and %globaltimer; the two time axes differ)"
+        f"Measured: {heads} causal heads of {seqlen:,} tokens on an {recorded['gpu']}, each block "
+        "with its own stamps\n(%smid and %globaltimer at its start and its end)"
     )
-    shown = {name: timeline_numbers(timeline) for name, timeline in timelines.items()}
-    save_svg(draw_timeline(timelines, title), path, shown)
+    save_svg(draw_timeline(timelines, title), path, recorded["timelines"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record, or draw what has been recorded."""
-    parser = argparse.ArgumentParser(prog="python -m bench.stamps", description=__doc__)
-    parser.add_argument("--out", type=Path, help="default: bench/results/GPU/stamps.json")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.stamps", description=__doc__.replace("%", "%%")
+    )
+    parser.add_argument("--out", type=Path, help="default: bench/results/<gpu>/stamps.json")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw this record, need no GPU")
-    parser.add_argument("--figure", type=Path, default=Path("docs/figures/sm_timeline_h200.svg"))
+    parser.add_argument("--figure", type=Path, default=FIGURE)
     options = parser.parse_args(arguments)
     if options.draw:
         draw(json.loads(options.draw.read_text()), options.figure)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numba import cuda
@@ -78,10 +79,20 @@ def cuda_core_rungs() -> list[str]:
     return [name for name, rung in RUNGS.items() if "float32" in rung.dtypes]
 
 
+def import_torch() -> ModuleType:
+    """torch with a GPU that it can use; ends the run where there is none."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise SystemExit("error: this benchmark needs PyTorch: pip install torch") from None
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this benchmark needs a GPU, and torch finds none")
+    return torch
+
+
 def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> tuple:
     """Standard normal float32 Q, K, V on the GPU."""
-    import torch
-
+    torch = import_torch()
     torch.manual_seed(0)
     sizes = batch, seqlen, heads, head_dim
     return tuple(torch.randn(sizes, dtype=torch.float32, device="cuda") for _ in range(3))
@@ -89,8 +100,7 @@ def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> tuple:
 
 def gpu_machine() -> GpuMachine:
     """torch's current GPU and stream, on which kernels and events stand in one queue."""
-    import torch
-
+    torch = import_torch()
     return GpuMachine(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
 
 
@@ -129,8 +139,7 @@ def clocks() -> dict[str, str] | None:
 
 def environment() -> dict:
     """The machine and the versions a result belongs to."""
-    import torch
-
+    torch = import_torch()
     driver = nvidia_smi("driver_version")
     return {
         "gpu": torch.cuda.get_device_name(),

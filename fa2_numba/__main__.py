@@ -17,6 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = "fa2_numba.demo.run"
     if arguments and arguments[0] in COMMANDS:
         module = COMMANDS[arguments.pop(0)]
+    elif arguments and not arguments[0].startswith("-"):
+        known = ", ".join(COMMANDS)
+        print(f"error: no command {arguments[0]!r}: must be one of {known}", file=sys.stderr)
+        return 2
     try:
         command = import_module(module)
     except (ImportError, AttributeError) as error:

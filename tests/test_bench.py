@@ -1,23 +1,31 @@
-"""The bench scripts as far as they go without a GPU: judging, tables, reading ncu, comparing."""
+"""The bench scripts as far as they go without a GPU, and the results they have left."""
 
 import doctest
 import json
+import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import cuda
 
-from bench import counters, ladder, timing
+from bench import comparison, counters, ladder, stamps, timing
 from fa2_numba.config import TileConfig
 from fa2_numba.launch import SimulatorMachine
+from fa2_numba.lessons.draw import TIMELINE_RUNGS
+from fa2_numba.lessons.figures import read_numbers
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts, Simulator
 from fa2_numba.testing import random_qkv
 from fa2_numba.traffic import predict
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "h200"
+SCRIPTS = ("forward", "ladder", "counters", "stamps")
 RUNGS = timing.cuda_core_rungs()
 
 
@@ -34,7 +42,7 @@ def machine():
 def no_gpu_needed(monkeypatch, machine):
     """Let the scripts' own main functions run: arrays on the host, kernels in the simulator."""
     torch = ModuleType("torch")
-    torch.cuda = SimpleNamespace(synchronize=lambda: None)
+    torch.cuda = SimpleNamespace(synchronize=lambda: None, is_available=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(cuda, "profiling", nullcontext)
     monkeypatch.setattr(timing, "gpu_machine", lambda: machine)
@@ -126,7 +134,7 @@ def test_ladder_script(monkeypatch, no_gpu_needed, tmp_path, capsys):
 
 RAW_PAGE = f"""==PROF== Connected to process 71 (python3)
 "ID","Process ID","Kernel Name","Block Size","CC","dram__bytes_read.sum","gpu__time_duration.sum",\
-"launch__registers_per_thread","smsp__inst_executed_op_shared_ld.sum","{counters.OPCODES}"
+"launch__registers_per_thread","smsp__inst_executed_op_shared_ld.sum","{comparison.OPCODES}"
 "","","","","","byte","ns","register/thread","inst",""
 "0","71","scores[abi:v1](Array<float, 4, A, mutable>)","(128, 1, 1)","9.0","1,024","2,000",\
 "96","12","1,012 (BAR: 5; LDS: 7; SHFL: 1,000)"
@@ -146,29 +154,13 @@ def test_raw_page_is_read():
 
 
 def test_launches_are_summed():
-    assert counters.total(counters.parse_csv(RAW_PAGE)) == {
+    assert comparison.total(counters.parse_csv(RAW_PAGE)) == {
         "gpu__time_duration.sum": 2500.5,
         "dram__bytes_read.sum": 3072,
         "warp BAR": 9,
         "warp LDS": 7,
         "warp SHFL": 1000,
     }
-
-
-@pytest.mark.parametrize(
-    "text, unit, value",
-    [
-        ("1,234", "byte", 1234),
-        ("1.5", "Gbyte", 1.5e9),
-        ("2.5", "us", 2500),
-        ("3", "msecond", 3e6),
-        ("7 (1; 2; 4)", "", 7),
-        ("", "", None),
-        ("n/a", "byte", None),
-    ],
-)
-def test_cells_are_read(text, unit, value):
-    assert counters.number(text, unit) == value
 
 
 def test_examples_hold():
@@ -188,22 +180,19 @@ def by_counter(rows):
 
 
 def test_an_instruction_never_executed_counts_zero():
-    assert counters.evaluate({"warp SHFL": 1}, {"warp BAR": 3.0}) == 0
-    assert counters.evaluate({"warp SHFL": 1}, {"thread FADD": 3.0}) is None
-    assert counters.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0, "b.sum": 1.0}) == 7
-    assert counters.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0}) is None
+    assert comparison.evaluate({"warp SHFL": 1}, {"warp BAR": 3.0}) == 0
+    assert comparison.evaluate({"warp SHFL": 1}, {"thread FADD": 3.0}) is None
+    assert comparison.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0, "b.sum": 1.0}) == 7
+    assert comparison.evaluate({"a.sum": 2, "b.sum": 1}, {"a.sum": 3.0}) is None
 
 
 def test_flops_count_a_contracted_product_twice():
     counts = Counts(multiply_adds=100, additions=30, multiplications=20, divisions=9)
-    measured = {counters.PER_THREAD.format(op): n for op, n in
-                (("fadd", 20.0), ("fmul", 10.0), ("ffma", 110.0))}  # fmt: skip
-    rows = by_counter(counters.compare("x", counts, 4, measured))
+    measured = dict(zip(comparison.FLOPS, (20.0, 10.0, 110.0), strict=True))
+    rows = by_counter(comparison.compare("x", counts, 4, measured))
     assert rows["fp32_flops_with_special"]["predicted"] == 250 + 10 * 9
     row = rows["fp32_flops"]
     assert (row["predicted"], row["measured"], row["ratio"]) == (250, 250, 1)
-    instructions = {"thread FADD": 20.0, "thread FMUL": 10.0, "thread FFMA": 110.0}
-    assert by_counter(counters.compare("x", counts, 4, instructions))["fp32_flops"]["ratio"] == 1
 
 
 def test_what_is_far_off_needs_a_reason(monkeypatch):
@@ -218,9 +207,9 @@ def test_what_is_far_off_needs_a_reason(monkeypatch):
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": 3.0,
     }
     monkeypatch.setattr(
-        counters, "REASONS", {"x.global_load_hbm_bytes": "caches", "shuffles": "unused results"}
+        comparison, "REASONS", {"x.global_load_hbm_bytes": "caches", "shuffles": "unused results"}
     )
-    rows = by_counter(counters.compare("x", counts, 4, measured))
+    rows = by_counter(comparison.compare("x", counts, 4, measured))
     assert rows["barriers_of_warps"]["ratio"] == 43 / 40
     assert rows["shuffles"]["reason"] == "unused results"
     assert rows["global_load_hbm_bytes"]["reason"] == "caches"
@@ -228,11 +217,11 @@ def test_what_is_far_off_needs_a_reason(monkeypatch):
     assert [name for name, row in rows.items() if row["unexplained"]] == ["shared_load_replays"]
     assert rows["all_load_requests"]["ratio"] == 1
     measured["l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"] = 2.0
-    few = by_counter(counters.compare("x", counts, 4, measured))["shared_load_replays"]
+    few = by_counter(comparison.compare("x", counts, 4, measured))["shared_load_replays"]
     assert not few["unexplained"]
     assert rows["shared_load_requests"]["from"] == {"smsp__inst_executed_op_shared_ld.sum": 1}
     assert rows["maxima"]["measured"] is None
-    other = by_counter(counters.compare("y", counts, 4, measured))
+    other = by_counter(comparison.compare("y", counts, 4, measured))
     assert other["global_load_hbm_bytes"]["unexplained"]
 
 
@@ -240,7 +229,7 @@ def test_what_is_far_off_needs_a_reason(monkeypatch):
 def test_every_rung_is_predicted(rung):
     problem = Problem(4, 32, 32, 1024, 1024, 64, causal=True)
     counts = predict(rung, problem, TileConfig(64, 64, 64))
-    rows = counters.compare(rung, counts, 4, {})
+    rows = comparison.compare(rung, counts, 4, {})
     assert len({row["counter"] for row in rows}) == len(rows)
     assert all(row["measured"] is None and not row["unexplained"] for row in rows)
 
@@ -253,56 +242,43 @@ arguments = sys.argv[1:]
 after = lambda name: arguments[arguments.index(name) + 1]
 if "--version" in arguments:
     print("NVIDIA (R) Nsight Compute\\nVersion 1.2.3")
-elif "--query-metrics" in arguments:
-    print({listed!r})
 elif "--import" in arguments:
+    assert after("--print-units") == "base" and after("--print-metric-instances") == "details"
     metrics = pathlib.Path(after("--import")).read_text().split(",")
-    print('"ID","Kernel Name",' + ",".join(f'"{{m}}"' for m in metrics))
+    print('"ID","Kernel Name",' + ",".join(f'"{m}"' for m in metrics))
     print('"",""' + ',""' * len(metrics))
     for i in range(2):
         cells = ["8 (BAR: 3; SHFL: 5)" if m.startswith("sass") else "1,000" for m in metrics]
-        print(f'"{{i}}","kernel"' + "".join(f',"{{cell}}"' for cell in cells))
+        print(f'"{i}","kernel"' + "".join(f',"{cell}"' for cell in cells))
 else:
-    metrics = after("--metrics")
-    if after("--launch") == {broken!r}:
+    if after("--launch") == "BROKEN":
         sys.exit("Traceback: the child is broken")
-    if "pipe_xu" in metrics:
-        sys.exit("==ERROR== " + {message!r})
     assert after("--clock-control") == "none" and after("--profile-from-start") == "off"
     assert arguments[arguments.index("-m") + 1] == "bench.counters"
-    pathlib.Path(after("--export") + ".ncu-rep").write_text(metrics)
-    about = {{"environment": {{"gpu": "NVIDIA Test"}}, "launches": 2}}
-    about["config"] = {{"head_dim": 64, "block_m": 64, "block_n": 64, "num_warps": 4}}
+    pathlib.Path(after("--export") + ".ncu-rep").write_text(after("--metrics"))
+    about = {"environment": {"gpu": "NVIDIA Test"}, "launches": 2}
+    about["config"] = {"head_dim": 64, "block_m": 64, "block_n": 64, "num_warps": 4}
     pathlib.Path(after("--about")).write_text(json.dumps(about))
 """
 
 
 @pytest.fixture
 def make_ncu(tmp_path):
-    def make(message="", broken=""):
+    def make(broken=""):
         path = tmp_path / "ncu"
-        known = [m.partition(".")[0] for m in counters.METRICS if "pipe_xu" not in m]
-        listed = "\n".join(f"{name}  # of something" for name in known)
-        script = FAKE_NCU.format(listed=listed, message=message, broken=broken)
-        path.write_text(f"#!{sys.executable}\n{script}")
+        path.write_text(f"#!{sys.executable}\n{FAKE_NCU.replace('BROKEN', broken)}")
         path.chmod(0o755)
         return str(path)
 
     return make
 
 
-@pytest.mark.parametrize(
-    "message", ["Failed to find metric smsp__inst_executed_pipe_xu.sum", "something else"]
-)
-def test_counters_script(make_ncu, tmp_path, capsys, message):
+def test_counters_script(make_ncu, tmp_path, capsys):
     out = tmp_path / "counters.json"
-    ncu = make_ncu(message, broken="fa1_sliced_k")
     rungs = ["standard", "fa1_sliced_k", "fa2_split_q"]
-    options = ["--ncu", ncu, "--out", str(out), "--keep", str(tmp_path / "keep")]
-    counters.main([*options, "--rungs", *rungs])
+    counters.main(["--ncu", make_ncu("fa1_sliced_k"), "--out", str(out), "--rungs", *rungs])
     result = json.loads(out.read_text())
     assert [rung["rung"] for rung in result["rungs"]] == ["standard", "fa2_split_q"]
-    assert result["unknown_metrics"] == ["smsp__inst_executed_pipe_xu.sum"]
     assert (result["gpu"], result["ncu"], result["shape"]) == (
         "NVIDIA Test",
         "Version 1.2.3",
@@ -312,24 +288,44 @@ def test_counters_script(make_ncu, tmp_path, capsys, message):
     assert rows["shuffles"]["measured"] == 10
     assert rows["global_load_l1_bytes"]["measured"] == 2000 * 32
     assert len(result["rungs"][0]["launches"]) == 2
-    assert (tmp_path / "keep" / "counters_standard.csv").is_file()
     printed = capsys.readouterr().out
     assert "fa1_sliced_k is left out: ncu failed" in printed and "UNEXPLAINED" in printed
 
 
-def test_a_measured_file_is_compared_anew(make_ncu, tmp_path, monkeypatch):
+def test_a_measured_file_is_compared_anew_and_stays(make_ncu, tmp_path, monkeypatch, capsys):
     out, again = tmp_path / "counters.json", tmp_path / "again.json"
-    counters.main(["--ncu", make_ncu("", ""), "--out", str(out), "--rungs", "fa2_split_q"])
-    monkeypatch.setattr(counters, "REASONS", {row.counter: "known" for row in counters.ROWS})
+    counters.main(["--ncu", make_ncu(), "--out", str(out), "--rungs", "fa2_split_q"])
+    before = out.read_bytes()
+    known = {row.counter: "known" for row in comparison.ROWS}
+    monkeypatch.setattr(comparison, "REASONS", known)
+    counters.main(["--measured", str(out)])
+    assert out.read_bytes() == before and "\n0 ratios more" in capsys.readouterr().out
     counters.main(["--measured", str(out), "--out", str(again)])
     result = json.loads(again.read_text())
-    assert result["reasons"] == counters.REASONS
+    assert result["reasons"] == known
     assert not any(row["unexplained"] for row in result["rungs"][0]["comparison"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "No such file"), ("{", "Expecting"), ("{}", "is no file of this script")],
+)
+def test_a_measured_file_that_cannot_be_read_is_an_error(text, reason, tmp_path):
+    path = tmp_path / "counters.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match=f"error: --measured .*{reason}"):
+        counters.main(["--measured", str(path)])
 
 
 def test_no_rung_profiled_ends_the_run(make_ncu):
     with pytest.raises(SystemExit, match="no rung was profiled"):
-        counters.main(["--ncu", make_ncu(broken="standard"), "--rungs", "standard"])
+        counters.main(["--ncu", make_ncu("standard"), "--rungs", "standard"])
+
+
+def test_without_ncu_the_run_ends_at_once(tmp_path):
+    with pytest.raises(SystemExit, match="nothing does not run .*install NVIDIA Nsight Compute"):
+        counters.main(["--ncu", str(tmp_path / "nothing")])
 
 
 def test_the_child_runs_every_kernel(no_gpu_needed, tmp_path):
@@ -344,3 +340,90 @@ def test_unknown_rungs_are_refused(capsys):
     with pytest.raises(SystemExit):
         counters.main(["--rungs", "fa4"])
     assert "fa4" in capsys.readouterr().err
+
+
+# Without a GPU and torch
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_needs_no_torch(script):
+    program = "import runpy, sys; sys.modules['torch'] = None; "
+    program += f"sys.argv[1:] = ['--help']; runpy.run_module('bench.{script}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--out" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["forward", "ladder", "stamps"])
+def test_without_torch_a_run_says_so(script):
+    program = "import runpy, sys; sys.modules['torch'] = None; "
+    program += f"runpy.run_module('bench.{script}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "needs PyTorch" in done.stderr
+
+
+def test_without_a_gpu_torch_is_not_enough(monkeypatch):
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        timing.environment()
+
+
+# stamps.py
+
+
+def test_stamps_are_recorded_and_drawn(monkeypatch, no_gpu_needed, tmp_path, capsys):
+    monkeypatch.setattr(stamps, "SHAPE", (1, 2, 70, 16))
+    record, figure = tmp_path / "new" / "stamps.json", tmp_path / "figure.svg"
+    stamps.main(["--out", str(record)])
+    assert "fa2_seq_parallel: 4 blocks" in capsys.readouterr().out
+    recorded = json.loads(record.read_text())
+    assert [len(recorded["timelines"][rung]["start"]) for rung in TIMELINE_RUNGS] == [2, 4]
+    stamps.main(["--draw", str(record), "--figure", str(figure)])
+    text = figure.read_text(encoding="utf-8")
+    assert "2 causal heads of 70 tokens on an NVIDIA Test" in text and " ms" in text
+
+
+# The results
+
+
+def results(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_recorded_counters_stand_beside_predictions_of_today():
+    recorded = results("counters.json")
+    batch, heads, seqlen, head_dim = recorded["shape"]
+    problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, causal=recorded["causal"])
+    assert [rung["rung"] for rung in recorded["rungs"]] == RUNGS
+    for rung in recorded["rungs"]:
+        today = asdict(predict(rung["rung"], problem, TileConfig(**rung["config"])))
+        assert rung["predicted"] == json.loads(json.dumps(today)), rung["rung"]
+        assert not any(row["unexplained"] for row in rung["comparison"])
+
+
+@pytest.mark.parametrize("name", ["forward.json", "ladder.json"])
+def test_recorded_times_are_whole(name):
+    recorded = results(name)
+    assert "H200" in recorded["gpu"] and recorded["date"]
+    for record in recorded["records"]:
+        assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"]
+
+
+def test_recorded_ratios_are_those_of_the_records():
+    recorded = results("ladder.json")
+    assert {record["name"] for record in recorded["records"]} == set(RUNGS)
+    assert recorded["ratios"] == ladder.compare_neighbours(recorded["records"])
+
+
+@pytest.mark.skipif(not (RESULTS / "stamps.json").exists(), reason="no stamps are recorded yet")
+def test_recorded_stamps_are_timelines_of_the_whole_grid():
+    recorded = results("stamps.json")
+    assert recorded["shape"] == list(stamps.SHAPE)
+    timelines = [stamps.in_milliseconds(recorded["timelines"][rung]) for rung in TIMELINE_RUNGS]
+    _, heads, seqlen, _ = stamps.SHAPE
+    assert [timeline.blocks for timeline in timelines] == [heads, heads * seqlen // 64]
+    assert all(timeline.span > 0 for timeline in timelines)
+    assert read_numbers(ROOT / stamps.FIGURE) == recorded["timelines"]

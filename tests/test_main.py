@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda.core.errors import TypingError
 from numba.cuda.cudadrv.driver import CudaAPIError
 
-from fa2_numba.__main__ import main
+from fa2_numba.__main__ import COMMANDS, main
 from fa2_numba.data import load_smollm2
 from fa2_numba.demo import check, heads, options, plot, report, run, timing
 from fa2_numba.demo.problem import load
@@ -118,10 +118,20 @@ def test_doctor_is_a_command():
     assert "findings" in json.loads(done.stdout), done.stderr
 
 
-def test_help_names_rungs_and_doctor():
+def test_help_names_rungs_and_commands():
     done = run_module("--help")
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in (*RUNGS, "doctor", "--plot"))
+    assert done.returncode == 0 and "--plot" in done.stdout
+    assert all(name in done.stdout for name in RUNGS)
+    first_words = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
+    assert first_words.count("doctor") == first_words.count("diff") == 1 and len(COMMANDS) == 2
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_mistyped_command_is_told_which_there_are(capsys):
+    assert main(["dif", "fa2_split_q"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "error: no command 'dif': must be one of diff, doctor\n"
 
 
 def test_where_numba_does_not_load_the_doctor_is_recommended():
@@ -152,7 +162,7 @@ def test_where_numba_does_not_load_the_doctor_is_recommended():
         (["--plot", "maps.xyz"], "the name must end in one of"),
         (["--plot", "maps"], "the name must end in one of"),
         (["--plot", "."], "is a folder"),
-        (["docter"], "unrecognized arguments: docter"),
+        (["--json", "doctor"], "unrecognized arguments: doctor"),
     ],
     ids=" ".join,
 )

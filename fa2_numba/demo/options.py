@@ -24,6 +24,13 @@ SECONDS_PER_TILE = 2.0
 """What a rung takes to simulate one head's 64 x 64 scores (D = 64) with all checks on: measured 1.7
 to 2.4 on one core of a 2-core machine."""
 
+EPILOG = """\
+commands, each with a --help of its own:
+  doctor                what is installed, which machine is used, what to fix
+  diff A [B]            what changes from A to B, or to A from the rung below it
+
+Exit status: 0 if every rung passes, 1 if one fails, 2 for bad options."""
+
 TILE_TOKENS = 64
 SIMULATED_HEADS = 3
 
@@ -93,10 +100,12 @@ def estimate_seconds(rungs: int, tokens: int, heads: int) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fa2_numba",
-        description="Run every rung of the ladder on the Q, K and V of a language model that reads "
-        "Alice in Wonderland, check each against exact attention, and show where the heads look.",
-        epilog="`python -m fa2_numba doctor` says what is installed and which machine is used. "
-        "Exit status: 0 if every rung passes, 1 if one fails, 2 for bad options.",
+        usage="%(prog)s [OPTION ...]\n       %(prog)s COMMAND ...",
+        description="Run every rung of the ladder on the Q, K and V of a language model that\n"
+        "reads Alice in Wonderland, check each against exact attention, and show where\n"
+        "the heads look.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -22,9 +22,17 @@ FOLDER = Path("docs/figures")
 H200_MULTIPROCESSORS = 132
 H200_COMPUTE_CAPABILITY = (9, 0)
 
-FEWER_FLOPS_REGISTERS, SEQ_PARALLEL_REGISTERS = 254, 226
-"""Registers a thread that ptxas reports for sm_90a, of `fa2_fewer_flops` and `fa2_seq_parallel`,
-causal, in 64 x 64 tiles of head dim 64 (CUDA 13.5)."""
+TIMELINE_HEADS, TIMELINE_SEQLEN = 16, 4096
+TIMELINE_RUNGS = {
+    "fa2_fewer_flops": "fa2_fewer_flops: a block a head",
+    "fa2_seq_parallel": "fa2_seq_parallel: a block a query tile",
+}
+"""Two rungs that differ in their grids and in little else, see `python -m fa2_numba diff`."""
+
+REGISTERS = {"fa2_fewer_flops": 254, "fa2_seq_parallel": 226}
+"""Registers a thread that ptxas reports for sm_90a, of these rungs, causal, in 64 x 64 tiles of
+head dim 64."""
+PTXAS_VERSION = "13.5"
 
 CURVE_SEQLEN, CURVE_HEAD_DIM = 4096, 64
 CURVE_TILES = (8, 16, 32, 64, 128)
@@ -33,32 +41,27 @@ CURVE_WARPS = 2
 
 
 def sm_timeline() -> tuple[Figure, dict[str, object]]:
-    """16 causal heads of 8192 tokens on an H200: one block a head against one a query tile.
-
-    The two rungs differ in their grids and in little else, see `python -m fa2_numba diff`.
-    """
-    config, heads, seqlen = TileConfig(64, 64, 64), 16, 8192
-    problem = config, heads, seqlen, seqlen, True
-    slots = [
-        blocks_per_multiprocessor(
-            registers, config.sliced_k_shared_bytes, config.num_threads, H200_COMPUTE_CAPABILITY
+    """Causal heads on an H200: one block a head against one a query tile."""
+    config = TileConfig(64, 64, 64)
+    problem = config, TIMELINE_HEADS, TIMELINE_SEQLEN, TIMELINE_SEQLEN, True
+    timelines = {}
+    for (rung, label), costs in zip(TIMELINE_RUNGS.items(), (head_costs, tile_costs), strict=True):
+        slots = blocks_per_multiprocessor(
+            REGISTERS[rung],
+            config.sliced_k_shared_bytes,
+            config.num_threads,
+            H200_COMPUTE_CAPABILITY,
         ).blocks
-        for registers in (FEWER_FLOPS_REGISTERS, SEQ_PARALLEL_REGISTERS)
-    ]
-    costs = {
-        "fa2_fewer_flops: a block a head": head_costs(*problem),
-        "fa2_seq_parallel: a block a query tile": tile_costs(*problem),
-    }
-    timelines = {
-        name: schedule(cost, H200_MULTIPROCESSORS, places, unit="tile pairs of a block")
-        for (name, cost), places in zip(costs.items(), slots, strict=True)
-    }
+        timelines[label] = schedule(
+            costs(*problem), H200_MULTIPROCESSORS, slots, unit="key tiles visited"
+        )
     title = (
-        f"{heads} causal heads of {seqlen:,} tokens, {config.block_m} x {config.block_n} tiles, "
-        f"on the {H200_MULTIPROCESSORS} multiprocessors of an H200\n"
-        "(a model: blocks on one multiprocessor do not slow each other)"
+        f"A model: {TIMELINE_HEADS} causal heads of {TIMELINE_SEQLEN:,} tokens, "
+        f"{config.block_m} x {config.block_n} tiles, on the {H200_MULTIPROCESSORS} "
+        "multiprocessors of an H200\nBlocks that share a multiprocessor slow each other; the "
+        "model leaves that out."
     )
-    numbers = {name: timeline_numbers(timeline) for name, timeline in timelines.items()}
+    numbers = {label: timeline_numbers(timeline) for label, timeline in timelines.items()}
     return draw_timeline(timelines, title), numbers
 
 
@@ -70,8 +73,8 @@ def hbm_curve() -> tuple[Figure, dict[str, object]]:
     problem = Problem(1, 1, 1, CURVE_SEQLEN, CURVE_SEQLEN, CURVE_HEAD_DIM)
     configs = [TileConfig(CURVE_HEAD_DIM, tile, tile, CURVE_WARPS) for tile in CURVE_TILES]
     memory = [config.split_q_shared_bytes for config in configs]
-    curves = {
-        label: (memory, [_hbm_bytes(rung, problem, config) for config in configs])
+    traffic = {
+        label: [_hbm_bytes(rung, problem, config) for config in configs]
         for label, rung in (
             ("standard: flattens at the traffic of S and P", "standard"),
             ("FlashAttention-1: Q, O, m and l travel for every key tile", "fa1_sliced_k"),
@@ -81,14 +84,17 @@ def hbm_curve() -> tuple[Figure, dict[str, object]]:
     # The theorem counts elements, also those of M.
     elements = [size / problem.itemsize for size in memory]
     bound = [problem.itemsize * (CURVE_SEQLEN * CURVE_HEAD_DIM) ** 2 / size for size in elements]
-    curves["N² d² / M elements: a slope of -1"] = memory, bound
+    traffic["N² d² / M elements: a slope of -1"] = bound
+    kib = [size / 1024 for size in memory]
+    curves = {label: (kib, [size / 2**20 for size in sizes]) for label, sizes in traffic.items()}
     title = (
-        f"One head of {CURVE_SEQLEN:,} tokens, head dim {CURVE_HEAD_DIM}, float32, square tiles "
-        f"of {CURVE_TILES[0]} to {CURVE_TILES[-1]} rows\n"
+        f"One head of {CURVE_SEQLEN:,} tokens, no mask, head dim {CURVE_HEAD_DIM}, float32; "
+        f"{CURVE_TILES[0]} to {CURVE_TILES[-1]}: rows of the square tiles\n"
         "(closed forms, equal to the simulator's counts wherever tests compare the two)"
     )
-    labels = "memory of the Q, K and V tiles, M (bytes)", "HBM read and written (bytes)"
-    return draw_curves(curves, title, *labels), {name: list(xy) for name, xy in curves.items()}
+    labels = "M, memory of the Q, K and V tiles (KiB)", "HBM read and written (MiB)"
+    figure = draw_curves(curves, title, *labels, points=[str(tile) for tile in CURVE_TILES])
+    return figure, {name: list(xy) for name, xy in curves.items()}
 
 
 def _hbm_bytes(rung: str, problem: Problem, config: TileConfig) -> int:

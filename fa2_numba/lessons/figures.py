@@ -59,12 +59,21 @@ def draw_timeline(
 ) -> Figure:
     """Side by side: a chart of who ran where and when, above how much of the GPU had work.
 
-    timelines: name -> timeline. In a chart every multiprocessor has a row, with a lane for each
-    slot; two shades tell one block from the next. same_time_axis: all charts are as long as the
-    longest, for spans that can be compared.
+    timelines: name -> timeline, of the model or recorded. In a chart every multiprocessor has a
+    row, with a lane for each slot; two shades tell one block from the next. same_time_axis: all
+    charts are as long as the longest; without it the figure says that their axes differ.
     """
+    if not isinstance(timelines, Mapping):
+        kind = type(timelines).__name__
+        raise TypeError(f"timelines is a {kind}: must be a mapping, name -> Timeline")
     if not timelines:
         raise ValueError("timelines={}: must hold at least one")
+    for name, timeline in timelines.items():
+        if not isinstance(timeline, Timeline):
+            kind = type(timeline).__name__
+            raise TypeError(f"timelines[{name!r}] is a {kind}: must be a Timeline")
+    if len(timelines) > 1 and not same_time_axis:
+        title += "\nThe time axes differ."
     with _style():
         figure = _figure((WIDTH_INCHES, 5.2))
         figure.suptitle(title)
@@ -80,10 +89,15 @@ def draw_timeline(
             _draw_chart(chart, name, timeline)
             _draw_utilisation(curve, timeline)
             shown = timelines.values() if same_time_axis else [timeline]
-            chart.set_xlim(min(t.start.min() for t in shown), max(t.end.max() for t in shown))
+            first, last = min(t.start.min() for t in shown), max(t.end.max() for t in shown)
+            chart.set_xlim(first, last if last > first else first + 1)
         axes[0, 0].set_ylabel("multiprocessor")
         axes[1, 0].set_ylabel("busy")
         axes[1, -1].legend(loc="lower left", fontsize=8)
+        patch = _matplotlib("patches").Patch
+        meanings = ((BLUE, "a block"), (SKY, "the next block in its slot"), (IDLE, "no block"))
+        shades = [patch(facecolor=colour, label=label) for colour, label in meanings]
+        figure.legend(handles=shades, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
@@ -92,12 +106,12 @@ def draw_curves(
     title: str,
     x_label: str,
     y_label: str,
-    bases: tuple[int, int] = (2, 10),
+    points: Sequence[str] = (),
 ) -> Figure:
-    """Labelled lines over logarithmic axes.
+    """Labelled lines over logarithmic axes, with a tick at each x of the first one.
 
-    curves: label -> (x, y), both positive. x_label, y_label: with units. bases: of the logarithms
-    of x and y.
+    curves: label -> (x, y), both positive. x_label, y_label: with units. points: what stands at
+    the points of the first one.
     """
     if not curves:
         raise ValueError("curves={}: must hold at least one")
@@ -111,8 +125,13 @@ def draw_curves(
         looks = zip(cycle(CURVE_COLOURS), cycle(CURVE_MARKERS), cycle(CURVE_DASHES), strict=False)
         for (label, (x, y)), (colour, marker, dash) in zip(curves.items(), looks, strict=False):
             axes.plot(x, y, color=colour, marker=marker, linestyle=dash, label=label)
-        axes.set_xscale("log", base=bases[0])
-        axes.set_yscale("log", base=bases[1])
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ticks, heights = next(iter(curves.values()))
+        for text, *point in zip(points, ticks, heights, strict=False):
+            axes.annotate(text, point, (4, 4), textcoords="offset points")
+        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         axes.grid(True, color=IDLE)
         axes.legend()
@@ -133,8 +152,11 @@ def save_svg(figure: Figure, path: Path, numbers: Mapping[str, object]) -> None:
     }
     with _style():
         figure.savefig(path, format="svg", metadata=metadata)
+    # A hundredth of a point is enough, and half the file.
+    text = Path(path).read_text(encoding="utf-8")
+    text = re.sub(r' d="[^"]*"', lambda data: re.sub(r"(\.\d\d)\d+", r"\1", data[0]), text)
     # The document type names a file on the web; git hooks would cut blanks at the ends of lines.
-    text = re.sub(r"<!DOCTYPE[^>]*>\n", "", Path(path).read_text(encoding="utf-8"))
+    text = re.sub(r"<!DOCTYPE[^>]*>\n", "", text)
     Path(path).write_text(re.sub(r" +$", "", text, flags=re.MULTILINE), encoding="utf-8")
 
 
@@ -159,10 +181,11 @@ def timeline_numbers(timeline: Timeline) -> dict[str, object]:
 
 
 def _draw_chart(axes: Axes, name: str, timeline: Timeline) -> None:
-    busy = timeline.mean_utilisation.multiprocessors
-    axes.set_title(
-        f"{name}\n{timeline.blocks:,} blocks, {busy:.0%} of multiprocessors busy on average"
-    )
+    title = f"{name}\n{timeline.blocks:,} blocks"
+    if timeline.span:
+        busy = timeline.mean_utilisation.multiprocessors
+        title += f", {busy:.0%} of multiprocessors busy on average"
+    axes.set_title(title)
     axes.set_facecolor(IDLE)
     shade = np.empty(timeline.blocks, np.int64)
     lane = np.empty(timeline.blocks, np.int64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -118,7 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = markdown_table(measure_ladder())
     # Read once more: the file may have been edited while the rungs ran.
     text = replace_between_markers(options.write.read_text(encoding="utf-8"), table)
-    _write_whole(options.write, text)
+    # Whoever reads the file sees the old text or the new one.
+    temporary = options.write.with_name(f"{options.write.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, options.write)
 
 
 def _changed_lines(rung: str) -> str:
@@ -130,20 +132,6 @@ def _changed_lines(rung: str) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file at once: whoever reads it sees the old text or the new one."""
-    path = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, path.stat().st_mode)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 if __name__ == "__main__":

@@ -20,8 +20,15 @@ from numba.cuda.dispatcher import CUDADispatcher
 
 from fa2_numba.device import device_function
 from fa2_numba.device.ptx import globaltimer, smid
-from fa2_numba.launch import GpuMachine, KernelLaunch, SimulatorMachine, signature
+from fa2_numba.launch import (
+    GpuMachine,
+    KernelLaunch,
+    SimulatorMachine,
+    gpu_available,
+    signature,
+)
 from fa2_numba.lessons.timeline import Timeline
+from fa2_numba.simulator import Simulator
 
 SMID, START, END = range(3)
 """Columns of `stamps`."""
@@ -86,7 +93,34 @@ def stamped(kernel: CUDADispatcher) -> CUDADispatcher:
     return cuda.jit(wrapper)
 
 
-def record_timeline(launch: KernelLaunch, machine: GpuMachine | SimulatorMachine) -> Timeline:
+def record_timeline(
+    kernel: CUDADispatcher,
+    grid: int | tuple[int, ...],
+    threads: int,
+    *arguments: object,
+    shared_bytes: int = 0,
+) -> Timeline:
+    """When and where the blocks of any kernel run: on the GPU if there is one, else simulated.
+
+    shared_bytes: dynamic shared memory of a block. The kernel works on copies of NumPy arrays.
+
+    >>> @cuda.jit
+    ... def double(x):
+    ...     x[cuda.grid(1)] *= 2
+    >>> timeline = record_timeline(double, 3, 32, np.ones(96, np.float32))
+    >>> timeline.blocks, bool((timeline.end > timeline.start).all())
+    (3, True)
+    """
+    if gpu_available():
+        machine, copy = GpuMachine(cuda.get_current_device().id), cuda.to_device
+    else:
+        machine, copy = SimulatorMachine(Simulator(progress=False)), np.copy
+    copies = tuple(copy(a) if isinstance(a, np.ndarray) else a for a in arguments)
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    return record_launch(KernelLaunch(kernel, grid, threads, shared_bytes, copies), machine)
+
+
+def record_launch(launch: KernelLaunch, machine: GpuMachine | SimulatorMachine) -> Timeline:
     """Run a launch with stamps on a machine; times are in nanoseconds from the first block on.
 
     A GPU runs it twice, so that it neither compiles nor loads while it is timed, and the results
