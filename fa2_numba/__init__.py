@@ -8,6 +8,7 @@ _PUBLIC = {
     "Simulator": "fa2_numba.simulator",
     "simulate": "fa2_numba.simulator",
     "Report": "fa2_numba.simulator",
+    "Stepper": "fa2_numba.simulator.stepper",
     "attention_forward": "fa2_numba.reference",
     "attention_backward": "fa2_numba.reference",
     "ArgumentError": "fa2_numba.errors",

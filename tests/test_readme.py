@@ -1,5 +1,6 @@
 """What the README says is true: snippets print what stands below them, links and paths exist."""
 
+import json
 import re
 import subprocess
 import sys
@@ -40,6 +41,16 @@ def test_the_table_of_rungs_is_the_ladder():
         (rung.name, f"fa2_numba/kernels/{rung.name}.py", rung.idea, rung.source)
         for rung in RUNGS.values()
     ]
+
+
+def test_the_times_are_those_on_record():
+    record = json.loads((ROOT / "bench/results/h200/ladder.json").read_text())
+    columns = [(shape, c) for shape in ("few heads, long", "many heads, short") for c in (0, 1)]
+    times = {(r["name"], r["shape"], r["causal"]): r["ms"] for r in record["records"]}
+    for rung in RUNGS:
+        shown = (times[rung, *column] for column in columns)
+        row = " | ".join(f"{ms:,.0f}" if ms >= 100 else f"{ms:.1f}" for ms in shown)
+        assert f"\n| `{rung}` | {row} |\n" in README
 
 
 def test_commands_are_those_of_the_package():
