@@ -4,28 +4,42 @@ looking changes nothing.
 
 import gc
 import inspect
+import re
 import sys
+import time
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import greenlet
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from numba import cuda
 from numba.cuda.types import float32, int32
 
 from fa2_numba.config import TileConfig
 from fa2_numba.constants import FULL_MASK
-from fa2_numba.kernels import fa2_split_q
+from fa2_numba.ladder import RUNGS
 from fa2_numba.launch import ForwardTensors
-from fa2_numba.reference import attention_forward
-from fa2_numba.simulator import BarrierError, RaceError, simulate
+from fa2_numba.simulator import (
+    BarrierError,
+    RaceError,
+    RunTooLongError,
+    ThreadError,
+    UninitialisedReadError,
+    simulate,
+)
 from fa2_numba.simulator.engine import Thread
-from fa2_numba.simulator.stepper import Stepper
+from fa2_numba.simulator.source import ranges
+from fa2_numba.simulator.stepper import RowError, Stepper
+from fa2_numba.simulator.stepper.statements import Statements
 from fa2_numba.testing import poisoned, random_qkv
 
 THREADS = 40
 SEEDS = [None, 1]
+# Lanes of both layouts hold several rows, and threads own several columns of O.
+ROWS_CONFIG = TileConfig(32, 16, 16, 2)
 
 
 @cuda.jit(device=True)
@@ -67,6 +81,37 @@ def stuck(x, y):
     if cuda.threadIdx.x < 32:
         cuda.syncthreads()
     y[0, cuda.threadIdx.x] = x[0]
+
+
+@cuda.jit
+def failing(x, y):
+    half = x[cuda.threadIdx.x] / 2
+    y[0, cuda.threadIdx.x] = 1 // (cuda.threadIdx.x - 5)
+    y[0, cuda.threadIdx.x] = half
+
+
+@cuda.jit
+def unwritten(x, y):
+    tile = cuda.shared.array(THREADS, float32)
+    y[0, cuda.threadIdx.x] = tile[cuda.threadIdx.x]
+
+
+@cuda.jit
+def endless(x, y):
+    while x[0] == 0:
+        pass
+    y[0, cuda.threadIdx.x] = x[0]
+
+
+@cuda.jit
+def specials(x, y):
+    tile = cuda.shared.array((2, THREADS), float32)
+    i = cuda.threadIdx.x
+    if i > 0:
+        tile[0, i] = x[i]
+        tile[1, i] = -x[i]
+    cuda.syncthreads()
+    y[0, i] = x[i]
 
 
 @cuda.jit
@@ -112,6 +157,25 @@ def stepper_of(kernel, *args, blocks=1, threads=THREADS, shared_bytes=0, **optio
     return Stepper(launch, *(args or arguments(blocks)))
 
 
+def steppers_of_rung(name, config=ROWS_CONFIG, seqlen=27, head_dim=24, seed=None, **options):
+    """One for each launch of a rung, and its O and LSE; each must be finished before the next."""
+    q, k, v = random_qkv(1, seqlen, seqlen, 1, 1, head_dim, np.float32)
+    out, lse = poisoned(q.shape, np.float32), poisoned((1, 1, seqlen), np.float32)
+    scale = np.float32(head_dim**-0.5)
+    allocate = partial(poisoned, dtype=np.float32)
+    tensors = ForwardTensors(q, k, v, out, lse, scale, True, "float32", allocate)
+    steppers = (
+        Stepper(
+            simulate(launch.kernel, seed=seed, progress=False, **options)[
+                launch.grid, launch.threads, 0, launch.shared_bytes
+            ],
+            *launch.arguments,
+        )
+        for launch in RUNGS[name].plan_forward(tensors, config)
+    )
+    return steppers, (out, lse)
+
+
 def line_of(kernel, text):
     source, first = inspect.getsourcelines(kernel.py_func)
     (offset,) = [i for i, line in enumerate(source) if text in line]
@@ -151,7 +215,7 @@ def test_blocks_follow_each_other():
     while not stepper.done:
         seen.append(stepper.to_barrier().block)
     assert seen == [(0, 0, 0)] * 2 + [(1, 0, 0)] * 2 + [None]
-    with pytest.raises(RuntimeError, match="two_barriers: the launch has finished"):
+    with pytest.raises(RuntimeError, match="two_barriers has no next step: the launch has fin"):
         stepper.to_barrier()
 
 
@@ -253,26 +317,77 @@ def test_all_to_line_gathers_the_threads():
     assert stepper.finish().kind == "finished"
 
 
-@pytest.mark.parametrize("target", [1, "no such text", ("other.py", 3), ("test_stepper.py", 1)])
+INSIDE = line_of(doubled, "y = x + x")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [1, "no such text", "", " ", ("other.py", 3), ("test_stepper.py", 1)]
+    + [("y", INSIDE), ("stepper.py", INSIDE), ("", INSIDE), ("x/test_stepper.py", INSIDE)],
+)
 def test_a_target_that_is_no_statement_is_refused(target):
     with pytest.raises(ValueError, match="no statement of kernel two_barriers"):
         stepper_of(two_barriers).to_line(target)
+
+
+def test_a_file_is_named_by_the_end_of_its_path():
+    for file in ("test_stepper.py", "tests/test_stepper.py", __file__):
+        assert line_in(stepper_of(two_barriers).to_line((file, INSIDE))) == INSIDE
+
+
+@pytest.mark.parametrize("warp", [-1, 2, "0", 0.0, True])
+def test_a_warp_that_is_none_of_the_block_is_refused(warp):
+    with pytest.raises(ValueError, match=re.escape(f"warp={warp!r}: must be 0 to 1, or None")):
+        stepper_of(two_barriers).to_warp_event(warp)
+
+
+@pytest.mark.parametrize(
+    "first, kind",
+    [
+        (two_barriers, "CUDADispatcher"),
+        (two_barriers.py_func, "function"),
+        (two_barriers[1000, THREADS], "_LaunchConfiguration"),
+        (simulate(two_barriers), "Simulation"),
+    ],
+    ids=["kernel", "function", "launch", "simulation"],
+)
+def test_what_is_no_simulated_launch_is_refused(first, kind):
+    call = re.escape("Stepper(simulate(kernel)[grid, block], *arguments)")
+    with pytest.raises(TypeError, match=f"{call}; its first argument was a {kind}"):
+        Stepper(first, *arguments())
+
+
+# Time
+
+
+@pytest.mark.parametrize("step", ["finish", "to_barrier", "to_line", "all_to_line"])
+def test_an_endless_loop_ends_in_time(step):
+    stepper = stepper_of(endless, max_seconds=0.5)
+    line = line_of(endless, "while x")
+    tracing = sys.gettrace(), greenlet.gettrace()
+    target = ["y[0, cuda"] if "line" in step else []
+    with pytest.raises(RunTooLongError, match=r"has run 0.5 s with 0 of 1 blocks done and was at"):
+        getattr(stepper, step)(*target)
+    assert stepper.event.thread == (0, 0, 0) and line_in(stepper.event) in (line, line + 1)
+    assert (sys.gettrace(), greenlet.gettrace()) == tracing
+    assert "failed at test_stepper.py:" in str(stepper)
+
+
+def test_looking_takes_no_time():
+    stepper = stepper_of(two_barriers, blocks=2, max_seconds=0.3)
+    for _ in range(3):
+        stepper.to_barrier()
+        time.sleep(0.2)
+    assert stepper.finish().kind == "finished"
 
 
 # Results
 
 
 def fa2(seed=None):
-    q, k, v = random_qkv(1, 27, 27, 1, 1, 32, np.float32)
-    out, lse = poisoned(q.shape, np.float32), poisoned((1, 1, 27), np.float32)
-    scale = np.float32(32**-0.5)
-    tensors = ForwardTensors(q, k, v, out, lse, scale, True, "float32", None)
-    (launch,) = fa2_split_q.plan_forward(tensors, TileConfig(32, 16, 16, 4))
-    config = launch.grid, launch.threads, 0, launch.shared_bytes
-    return Stepper(simulate(launch.kernel, seed=seed, progress=False)[config], *launch.arguments), (
-        out,
-        lse,
-    )
+    config = TileConfig(32, 16, 16, 4)
+    steppers, results = steppers_of_rung("fa2_split_q", config, head_dim=32, seed=seed)
+    return next(steppers), results
 
 
 def small(seed=None):
@@ -360,45 +475,146 @@ def test_statement_by_statement_gives_the_result_of_a_whole_run(seed):
     np.testing.assert_array_equal(y, expected)
 
 
-def test_rows_of_split_q_are_exact_attention_after_the_loop():
-    q, k, v = random_qkv(1, 27, 27, 1, 1, 32, np.float32)
-    stepper, _ = fa2()
-    out = attention_forward(q, k, v, causal=True, softmax_scale=32**-0.5)[0]
-    for block in range(2):
-        stepper.all_to_line("i_row = first_row")
-        assert stepper.block == (0, block, 0)
-        for r in (0, 5, 10):
-            row = stepper.row(r)
-            assert row.agree and len(row.threads) == 8
-            np.testing.assert_allclose(
-                row.O / row.l, out[0, 16 * block + r, 0], atol=1e-5, rtol=1e-5
-            )
+# Rows
+
+AFTER_THE_LOOP = {"fa2_split_q": "i_row = first_row", "fa2_seq_parallel": "O_head, LSE_head ="}
+AFTER_THE_LOOP["fa2_fewer_flops"] = AFTER_THE_LOOP["fa2_seq_parallel"]
 
 
-def test_a_row_needs_the_names_of_the_ladder():
-    stepper = stepper_of(two_barriers)
-    stepper.to_barrier()
-    with pytest.raises(ValueError, match="lacks LANE_COLS, LANE_ROWS, O_reg, col, l_reg, m_reg"):
+def expected_row(q, k, v, i_row, keys):
+    """m, l and O, not divided by l, of a query that has seen the first `keys` keys."""
+    q, k, v = (x[0, :, 0].astype(np.float64) for x in (q, k, v))
+    s = k[: min(keys, i_row + 1)] @ q[i_row] * q.shape[1] ** -0.5
+    p = np.exp(s - s.max())
+    return s.max(), p.sum(), p @ v[: len(p)]
+
+
+def assert_rows(stepper, first_row, keys, seqlen=27, head_dim=24):
+    q, k, v = random_qkv(1, seqlen, seqlen, 1, 1, head_dim, np.float32)
+    rows = range(min(stepper.locals(0)["BLOCK_M"], seqlen - first_row))
+    for r in rows:
+        row = stepper.row(r)
+        m, l, O = expected_row(q, k, v, first_row + r, keys)
+        assert row.row == r and row.agree
+        np.testing.assert_allclose(row.m, m, rtol=1e-5)
+        np.testing.assert_allclose(row.l, l, rtol=1e-5)
+        np.testing.assert_allclose(row.O[:head_dim], O, rtol=1e-4, atol=1e-5)
+        assert (row.O[head_dim:] == 0).all() and row.O.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "config, checks", [(ROWS_CONFIG, True), (TileConfig(48, 32, 16, 4), False)], ids=str
+)
+@pytest.mark.parametrize("rung", AFTER_THE_LOOP)
+def test_rows_are_those_of_the_formula_after_the_loop(rung, config, checks):
+    stepper = next(steppers_of_rung(rung, config, checks=checks)[0])
+    for first_row in range(0, 27, config.block_m):
+        stepper.all_to_line(AFTER_THE_LOOP[rung])
+        while stepper.locals(0)["first_row"] != first_row:
+            stepper.all_to_line(AFTER_THE_LOOP[rung])
+        assert_rows(stepper, first_row, keys=27)
+
+
+@pytest.mark.parametrize("rung", AFTER_THE_LOOP)
+def test_rows_are_those_of_the_formula_after_one_tile(rung):
+    stepper = next(steppers_of_rung(rung, TileConfig(32, 16, 8, 2))[0])
+    for _ in range(2):
+        stepper.all_to_line("load_kv_tile(K_smem")
+    assert_rows(stepper, 0, keys=8)
+
+
+def test_a_row_is_held_by_its_lanes_and_owners():
+    split = next(steppers_of_rung("fa2_split_q")[0])
+    split.all_to_line("i_row = first_row")
+    assert split.row(0).threads == split.row(4).threads == tuple(range(8))
+    assert split.row(15).threads == tuple(range(56, 64))
+    sliced = next(steppers_of_rung("fa2_seq_parallel")[0])
+    sliced.all_to_line("O_head, LSE_head =")
+    assert sliced.row(1).threads == (*range(4, 8), *range(16, 32), *range(36, 40))
+
+
+@pytest.mark.parametrize("rung", AFTER_THE_LOOP)
+def test_a_row_in_the_middle_of_an_update_does_not_agree(rung):
+    stepper = next(steppers_of_rung(rung)[0])
+    stepper.to_line("m_reg[i] = m", thread=0)
+    before = stepper.row(0)
+    stepper.next_statement(0)
+    assert before.m == -np.inf != stepper.row(0).m
+    assert stepper.row(0).agree is False
+    assert cells(stepper)["they agree"] == "no: in the middle of an update"
+
+
+@pytest.mark.parametrize("rung", ["fa2_fewer_flops", "fa2_seq_parallel"])
+def test_a_row_whose_columns_move_is_refused(rung):
+    stepper = next(steppers_of_rung(rung)[0])
+    stepper.all_to_line("update_output(O_reg")
+    with pytest.raises(RowError, match="row 3: threads 48-63 of its owners are in the loop over"):
+        stepper.row(3)
+    assert "change places. Step out of the loop" in stepper._repr_html_()
+
+
+@pytest.mark.parametrize("rung", AFTER_THE_LOOP)
+def test_a_row_that_is_not_there_is_refused(rung):
+    stepper = next(steppers_of_rung(rung)[0])
+    with pytest.raises(RowError, match="row 0: not all of it is there: threads 0-63 have no"):
         stepper.row(0)
-    with pytest.raises(ValueError, match="no such row"):
-        stepper, _ = fa2()
+    stepper.to_line("load_q_tile(", thread=0)
+    with pytest.raises(RowError, match="row 0: not all of it is there: threads .*-63 have no"):
+        stepper.row(0)
+    stepper.to_barrier()
+    for wrong in (-1, 16, 10**6):
+        with pytest.raises(RowError, match="has no such row"):
+            stepper.row(wrong)
+    for wrong in (True, 1.0, "0", None):
+        with pytest.raises(ValueError, match=f"row {wrong!r}: must be an integer"):
+            stepper.row(wrong)
+
+
+@pytest.mark.parametrize("rung", ["standard", "fa1_sliced_k"])
+def test_rows_of_other_rungs_are_refused(rung):
+    for stepper in steppers_of_rung(rung)[0]:
         stepper.to_barrier()
-        stepper.row(16)
+        assert not stepper.has_rows
+        with pytest.raises(RowError, match="does not keep m, l and O in its threads under"):
+            stepper.row(0)
+        assert "not yet divided" not in stepper._repr_html_()
+        stepper.done or stepper.finish()
 
 
 # Looking
 
 
-def test_what_nothing_wrote_is_nan_or_masked():
+def values_and_mask(array):
+    assert isinstance(array, np.ma.MaskedArray)
+    return array.tolist()
+
+
+def test_what_nothing_wrote_is_masked():
     stepper = stepper_of(places, threads=32, shared_bytes=64)
     stepper.to_barrier()
     shared = stepper.shared()
     assert set(shared) == {"counts", "left"}
-    np.testing.assert_array_equal(shared["left"], [[1.5, 1.5, 1.5, np.nan], [np.nan] * 4])
-    assert shared["counts"].tolist() == [7, 7, 7, None]
-    np.testing.assert_array_equal(stepper.locals(4)["own"], [2.5, np.nan])
+    assert values_and_mask(shared["left"]) == [[1.5, 1.5, 1.5, None], [None] * 4]
+    assert values_and_mask(shared["counts"]) == [7, 7, 7, None]
+    assert np.isnan(np.asarray(shared["left"])[1]).all()
+    assert np.isnan(np.asarray(stepper.locals(4)["own"])[1])
+    assert values_and_mask(stepper.locals(4)["own"]) == [2.5, None]
     shared["left"][:] = 0  # a copy
     assert stepper.shared()["left"][0, 0] == 1.5
+
+
+def special_values():
+    x = np.array([9, np.nan, np.inf, 3], np.float32)
+    stepper = stepper_of(specials, x, np.zeros((1, 4), np.float32), threads=4)
+    stepper.to_barrier()
+    return stepper
+
+
+def test_nan_that_was_written_is_not_masked():
+    stepper = special_values()
+    tile = stepper.shared()["tile"][:, :4]
+    assert tile.mask.tolist() == [[True, False, False, False]] * 2
+    assert np.isnan(tile[0, 1]) and tile[1, 2] == -np.inf
 
 
 def test_without_checks_shared_arrays_are_found_too():
@@ -406,7 +622,8 @@ def test_without_checks_shared_arrays_are_found_too():
     stepper.to_barrier()
     shared = stepper.shared()
     assert set(shared) == {"counts", "left"}
-    np.testing.assert_array_equal(shared["left"][0], [1.5, 1.5, 1.5, np.nan])
+    np.testing.assert_array_equal(shared["left"].data[0], [1.5, 1.5, 1.5, np.nan])
+    assert not shared["left"].mask.any()
 
 
 def test_shared_arrays_of_a_rung_by_their_names():
@@ -417,9 +634,9 @@ def test_shared_arrays_of_a_rung_by_their_names():
     shared = stepper.shared()
     q, k, v = random_qkv(1, 27, 27, 1, 1, 32, np.float32)
     assert set(shared) == {"Q_smem", "K_smem", "V_smem"}
-    np.testing.assert_array_equal(shared["Q_smem"][:, :32], q[0, :16, 0])
-    np.testing.assert_array_equal(shared["V_smem"], v[0, :16, 0])
-    assert np.isnan(shared["Q_smem"][:, 32]).all()
+    np.testing.assert_array_equal(shared["Q_smem"].data[:, :32], q[0, :16, 0])
+    np.testing.assert_array_equal(shared["V_smem"].data, v[0, :16, 0])
+    assert shared["Q_smem"].mask.tolist() == [[False] * 32 + [True]] * 16
 
 
 def test_waiting_tells_each_warp():
@@ -429,11 +646,20 @@ def test_waiting_tells_each_warp():
     assert groups == {
         (0, tuple(range(32)), "waiting for syncthreads"),
         (1, (32, 33, 34), "waiting for syncthreads"),
-        (1, (35,), "ready"),  # before the line
-        (1, (36, 37, 38, 39), "ready"),  # not started
+        (1, (35,), "about to execute"),  # the line
+        (1, (36, 37, 38, 39), "about to execute"),  # their first one
     }
     stepper.finish()
     assert {group.state for group in stepper.waiting()} == {"gone"}
+
+
+def test_passed_and_not_yet_executed_are_two_states():
+    stepper = stepper_of(two_barriers)
+    stepper.all_to_line("cuda.syncthreads()")
+    line = re.escape(stepper.event.line)
+    assert re.search(f"threads 0-39 [(]warps 0-1[)]: about to execute {line}", str(stepper))
+    stepper.to_barrier()
+    assert re.search(f"threads 0-39 [(]warps 0-1[)]: done waiting at {line}", str(stepper))
 
 
 def test_source_shows_who_stands_where():
@@ -453,7 +679,7 @@ def test_threads_by_index():
     stepper.to_barrier()
     for thread in (13, (1, 3), (1, 3, 0)):
         assert (stepper.locals(thread)["x"], stepper.locals(thread)["z"]) == (1, 3)
-    for wrong in (32, -1, (4, 0), (0, 0, 1), "0", 1.5, ()):
+    for wrong in (32, -1, (4, 0), (0, 0, 1), "0", 1.5, (), True, (True, 1), (1.0, 1)):
         with pytest.raises(ValueError, match="thread"):
             stepper.locals(wrong)
 
@@ -464,8 +690,102 @@ def test_text_shows_event_source_threads_and_shared_memory():
     text = str(stepper)
     assert "two_barriers: all threads of block (0, 0, 0) have met in syncthreads at" in text
     assert "cuda.syncthreads()  <- threads 0-39 (warps 0-1)" in text
-    assert "warp 1, threads 32-39: ready at test_stepper.py:" in text
+    assert "threads 0-39 (warps 0-1): done waiting at test_stepper.py:" in text
     assert "tile (40,) float32, 100% written, 0 to 39" in text
+
+
+def test_text_is_short_for_many_threads():
+    stepper = stepper_of(square, np.zeros((32, 32), np.int32), threads=1024)
+    stepper.to_line("if x < 2", thread=3)
+    text = str(stepper)
+    assert "  <- thread 3 (warp 0)\n" in text and "\nthread 3 (warp 0): about to execute" in text
+    stepper.to_barrier()
+    assert str(stepper).count("threads 0-1023 (warps 0-31)") == 2  # the source, the state
+    assert len(str(stepper).splitlines()) < 20
+
+
+def test_repr_names_kernel_block_and_event():
+    stepper = stepper_of(two_barriers)
+    stepper.to_barrier()
+    assert repr(stepper) == f"<Stepper of two_barriers, block (0, 0, 0): {stepper.event}>"
+
+
+def cells(stepper):
+    """The row that HTML shows, by the head of its table."""
+    table = re.search("<table><tr><th[^>]*>row<.*?</table>", stepper._repr_html_())[0]
+    head, values = (re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", table) for tag in ("th", "td"))
+    return dict(zip(head, values, strict=True))
+
+
+@pytest.mark.parametrize("rung", AFTER_THE_LOOP)
+@pytest.mark.parametrize("number", [0, 5])
+def test_html_shows_the_chosen_row(number, rung):
+    stepper = next(steppers_of_rung(rung)[0])
+    stepper.all_to_line(AFTER_THE_LOOP[rung])
+    if number:
+        stepper.shown_row = number
+    row = stepper.row(number)
+    O = " ".join(f"{x:.3f}" for x in row.O[:3])
+    shown = cells(stepper)
+    values = re.sub(r"\s+", " ", shown.pop("O (not yet divided by l)").strip("[] "))
+    assert values.startswith(O)
+    assert shown == {
+        "row": f"{number}",
+        "m": f"{row.m:.4g}",
+        "l": f"{row.l:.4g}",
+        "in threads": ranges(list(row.threads)),
+        "they agree": "yes",
+    }
+
+
+def test_html_says_why_the_chosen_row_is_not_shown():
+    stepper, _ = fa2()
+    stepper.to_barrier()
+    stepper.shown_row = 16
+    assert "row 16: the query tile of fa2_split_q_d32" in stepper._repr_html_()
+
+
+def images_of(stepper, monkeypatch):
+    """What is given to the heat maps: the arrays, and the colours of those that have one."""
+    images, imshow = [], Axes.imshow
+
+    def note(axes, image, **options):
+        colours = options.get("cmap")
+        images.append((image, colours and to_hex(colours.colors[0])))
+        return imshow(axes, image, **options)
+
+    monkeypatch.setattr(Axes, "imshow", note)
+    html = stepper._repr_html_()
+    return images, html
+
+
+def test_heat_maps_show_the_arrays(monkeypatch):
+    stepper, _ = fa2()
+    for _ in range(2):
+        stepper.to_barrier()
+    images, html = images_of(stepper, monkeypatch)
+    arrays = stepper.shared()
+    assert len(images) == len(arrays) == html.count("<svg") == 3
+    for (image, colour), array in zip(images, arrays.values(), strict=True):
+        assert colour is None
+        np.testing.assert_array_equal(image.data[~image.mask], array.compressed())
+        np.testing.assert_array_equal(image.mask, np.ma.getmaskarray(array))
+
+
+def test_heat_maps_and_text_tell_what_is_no_number(monkeypatch):
+    stepper = special_values()
+    assert "tile (2, 40) float32, 8% written, -3 to 3, 2 NaN, 2 infinite" in str(stepper)
+    images, html = images_of(stepper, monkeypatch)
+    marked = {
+        colour: [tuple(at) for at in np.argwhere(~np.ma.getmaskarray(image))]
+        for image, colour in images
+    }
+    assert marked == {
+        None: [(0, 3), (1, 3)],
+        to_hex("crimson"): [(0, 1), (1, 1)],
+        to_hex("orange"): [(0, 2), (1, 2)],
+    }
+    assert "lightgrey: never written, crimson: NaN, orange: infinite" in html
 
 
 def test_html_is_escaped_and_has_maps():
@@ -515,6 +835,60 @@ def test_errors_come_out_of_the_step(kernel, error, step):
     assert error.__name__ in str(stepper) and stepper._repr_html_()
     with pytest.raises(RuntimeError, match="has failed"):
         stepper.finish()
+
+
+@pytest.mark.parametrize("step", [to_barrier, finish, to_line], ids=lambda step: step.__name__)
+def test_a_failed_thread_keeps_its_frames(step):
+    stepper = stepper_of(failing)
+    if step is to_line:
+        stepper.to_line("y[0, cuda.threadIdx.x] = 1", thread=2)
+    with pytest.raises(ThreadError):
+        stepper.to_line("= half", thread=6) if step is to_line else step(stepper, 0)
+    line = line_of(failing, "= 1 //")
+    assert stepper.event.thread == (5, 0, 0) and line_in(stepper.event) == line
+    (frame,) = stepper.frames(5)
+    assert (frame.function, frame.line) == ("failing", line)
+    assert stepper.locals(5)["half"] == 2.5
+    (group,) = [group for group in stepper.waiting() if group.state == "failed"]
+    assert (group.threads, group.line) == ((5,), stepper.event.line)
+    assert "ThreadError: ZeroDivisionError" in str(stepper)
+    assert f"thread 5 (warp 0): failed at {stepper.event.line}" in str(stepper)
+    with pytest.raises(ValueError, match="thread 0 .* has left the kernel"):
+        stepper.locals(0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_race_names_both_places(seed):
+    stepper = stepper_of(race, seed=seed)
+    with pytest.raises(RaceError) as refusal:
+        stepper.finish()
+    assert str(refusal.value) in str(stepper)
+    for text in ("tile[i] = x[i]", "y[0, i] ="):
+        assert f"it at test_stepper.py:{line_of(race, text)}:" in str(stepper)
+    assert stepper.event.thread == refusal.value.thread
+    assert line_in(stepper.event) in refusal.value.lines
+    assert "white-space:pre-wrap" in stepper._repr_html_()
+
+
+def test_an_uninitialised_read_names_its_line():
+    stepper = stepper_of(unwritten)
+    with pytest.raises(UninitialisedReadError):
+        stepper.finish()
+    assert stepper.event.thread == (0, 0, 0)
+    assert line_in(stepper.event) == line_of(unwritten, "= tile[cuda")
+
+
+@pytest.mark.parametrize("kernel, kind", [(race, RaceError), (failing, ThreadError)])
+def test_an_error_is_freed_without_the_collector(kernel, kind):
+    gc.disable()
+    try:
+        try:
+            stepper_of(kernel).finish()
+        except kind as error:
+            gone = weakref.ref(error)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_errors_come_out_of_traced_steps():
@@ -624,6 +998,33 @@ def test_a_stepper_freed_while_another_thread_runs(step):
     assert sys.gettrace() is None
 
 
+def test_the_collector_does_not_end_tracing(monkeypatch):
+    def leave_a_cycle():
+        stepper = stepper_of(race)
+        stepper.to_line("y[0, i] =", thread=0)
+        try:
+            stepper.all_to_line("y[0, i] =")
+            stepper.finish()
+        except RaceError as refusal:
+            error = refusal
+            assert error.__traceback__.tb_frame.f_locals["stepper"] is stepper
+
+    def at(self, *place):
+        if gc.isenabled():  # then it may come at any moment
+            gc.collect()
+        return original(self, *place)
+
+    original, thresholds = Statements.at, gc.get_threshold()
+    gc.set_threshold(10**6)
+    try:
+        leave_a_cycle()
+        stepper = stepper_of(stuck)
+        monkeypatch.setattr(Statements, "at", at)
+        assert stepper.next_statement(3).kind == "line" and gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 def test_close_ends_a_stepper():
     with small()[0] as stepper:
         stepper.to_barrier()
@@ -631,4 +1032,6 @@ def test_close_ends_a_stepper():
     with pytest.raises(RuntimeError, match="closed"):
         stepper.finish()
     assert "closed" in str(stepper)
+    with pytest.raises(ValueError, match="thread 3 .* is no more: the stepper was closed"):
+        stepper.locals(3)
     stepper.close()

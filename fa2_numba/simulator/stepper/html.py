@@ -9,31 +9,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fa2_numba.simulator.engine import with_warps
 from fa2_numba.simulator.source import ranges
-from fa2_numba.simulator.stepper.state import Row, SourceLine
-from fa2_numba.simulator.stepper.text import array_text, heading, labelled
+from fa2_numba.simulator.stepper.rows import RowError
+from fa2_numba.simulator.stepper.state import SourceLine
+from fa2_numba.simulator.stepper.text import array_text, heading, labelled, together, who
 
 if TYPE_CHECKING:
     from fa2_numba.simulator.stepper.stepper import Stepper
 
 MARKED = "background:#ffe9a8;color:#000"
-NEVER_WRITTEN = "lightgrey"
+NEVER_WRITTEN, IS_NAN, IS_INFINITE = "lightgrey", "crimson", "orange"
 MAP_INCHES = 2.6
 
 
-def render(stepper: Stepper, shared: dict[str, np.ma.MaskedArray]) -> str:
+def render(stepper: Stepper) -> str:
     """What happened, the source with its threads, who waits, one row, shared memory as maps."""
-    groups = [
-        (group.warp, ranges(list(group.threads)), group.state, group.line)
-        for group in stepper.waiting()
-    ]
+    doing = [(who(threads), what) for threads, what in together(stepper.waiting())]
     parts = [
-        f"<p><b>{escape(heading(stepper))}</b></p>",
+        f'<p style="white-space:pre-wrap"><b>{escape(heading(stepper))}</b></p>',
         f'<pre style="line-height:1.3">{_source(stepper.source())}</pre>',
-        _table(("warp", "threads", "state", "where"), groups),
+        _table(("threads", "what they do"), doing),
         _row(stepper),
-        _maps(shared),
+        _maps(stepper.shared()),
     ]
     return f"<div>{''.join(parts)}</div>"
 
@@ -43,7 +40,7 @@ def _source(lines: list[SourceLine]) -> str:
         escape(label)
         + (
             f'<span style="{MARKED}">{escape(line.text)}</span>'
-            f"  <b>{escape(with_warps(list(line.threads)))}</b>"
+            f"  <b>{escape(who(list(line.threads)))}</b>"
             if line.threads
             else escape(line.text)
         )
@@ -61,14 +58,18 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def _row(stepper: Stepper) -> str:
-    """m, l and O of the tile's first row, if the kernel has such a thing now."""
-    try:
-        row: Row = stepper.row(0)
-    except ValueError:
+    """m, l and O of the row that the stepper shall show, or why it cannot be shown now."""
+    if not stepper.has_rows:
         return ""
+    try:
+        row = stepper.row(stepper.shown_row)
+    except RowError as error:
+        return f"<p>{escape(str(error))}</p>"
     O = np.array2string(row.O, precision=3, max_line_width=np.inf, threshold=16)
-    values = (row.row, f"{row.m:.4g}", f"{row.l:.4g}", O, ranges(list(row.threads)))
-    return _table(("row", "m", "l", "O", "in threads"), [values])
+    agree = "yes" if row.agree else "no: in the middle of an update"
+    values = (row.row, f"{row.m:.4g}", f"{row.l:.4g}", O, ranges(list(row.threads)), agree)
+    head = ("row", "m", "l", "O (not yet divided by l)", "in threads", "they agree")
+    return _table(head, [values])
 
 
 def _maps(shared: dict[str, np.ma.MaskedArray]) -> str:
@@ -80,21 +81,29 @@ def _maps(shared: dict[str, np.ma.MaskedArray]) -> str:
         return "".join(f"<p>{text}</p>" for text in texts)
     style = "display:inline-block;margin:4px;vertical-align:top;font-size:85%"
     both = zip(texts, maps, strict=True)
-    return "".join(f'<div style="{style}">{text}<br>{image}</div>' for text, image in both)
+    images = "".join(f'<div style="{style}">{text}<br>{image}</div>' for text, image in both)
+    colours = f"{NEVER_WRITTEN}: never written, {IS_NAN}: NaN, {IS_INFINITE}: infinite"
+    return images + (f"<p>{colours}</p>" if maps else "")
 
 
 def _map(array: np.ma.MaskedArray) -> str:
-    """An array as an SVG image: grey where nothing was written."""
+    """An array as an SVG image; what is no number has a colour of its own."""
     import matplotlib
+    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    size = (array.size // max(1, array.shape[-1]), array.shape[-1])
-    image = np.ma.masked_invalid(array.astype(np.float64).reshape(size))
+    rows, columns = array.size // max(1, array.shape[-1]), array.shape[-1]
+    image = array.astype(np.float64).reshape(rows, columns)
     figure = Figure(figsize=(MAP_INCHES, MAP_INCHES), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(NEVER_WRITTEN)
-    shown = axes.imshow(image, aspect="auto", interpolation="nearest")
-    figure.colorbar(shown, ax=axes)
+    options = {"aspect": "auto", "interpolation": "nearest"}
+    numbers = axes.imshow(np.ma.masked_invalid(image), **options)
+    for colour, is_such in ((IS_NAN, np.isnan), (IS_INFINITE, np.isinf)):
+        such = is_such(image).filled(False)
+        if such.any():
+            axes.imshow(np.ma.masked_where(~such, such), cmap=ListedColormap([colour]), **options)
+    figure.colorbar(numbers, ax=axes)
     svg = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none"}):

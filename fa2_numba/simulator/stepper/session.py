@@ -6,19 +6,22 @@ the user freed when nobody needs it any more, and can free the threads.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import greenlet
 import numpy as np
 from greenlet import getcurrent
 
 from fa2_numba.simulator.engine import Block, Index, Observer, Thread, Warp
-from fa2_numba.simulator.errors import SimulationError
-from fa2_numba.simulator.run import Launch
+from fa2_numba.simulator.errors import SimulationError, ThreadError
+from fa2_numba.simulator.run import Launch, _TimeUp, _Watch
 from fa2_numba.simulator.source import describe_line, describe_source_line, kernel_place
+from fa2_numba.simulator.stepper.state import Frame, View, frames_of_error
 from fa2_numba.simulator.stepper.statements import Statement, Statements
 from fa2_numba.simulator.stepper.tracing import Tracing, hand_over
 
@@ -30,8 +33,8 @@ class Event:
     kind: "start", "barrier", "warp", "line" (a thread, or every thread, stands before a statement),
         "left" (a thread has left the kernel), "finished" (the launch has), "error" or "closed".
     block: its index in the grid. warp: the number of the warp that met. thread: the index in its
-        block of the thread that stopped, or that came last to where all have met.
-    operation: what they met in. line: `file.py:12: source text`.
+        block of the thread that stopped, that came last to where all have met, or that failed.
+    operation: what they met in; the message of an error. line: `file.py:12: source text`.
     """
 
     kind: str
@@ -53,7 +56,8 @@ class Event:
             "closed": "the stepper was closed before the end",
             "error": f"the launch has failed: {self.operation}",
         }
-        return what[self.kind] + (f" at {self.line}" if self.line else "")
+        text = what[self.kind]
+        return text + (f" at {self.line}" if self.line and self.line not in text else "")
 
 
 class Session(Observer):
@@ -66,10 +70,17 @@ class Session(Observer):
         self._owner = threading.get_ident()
         self._blocks = launch.blocks(self)
         self._held: list[Thread] = []
+        self._failed: dict[int, list[Frame]] = {}
+        self._finished_blocks = 0
         self.event: Event | None = None
         self._forget_goal()
         self._next_block()
         self.event = Event("start", self.block.index)
+
+    @property
+    def view(self) -> View:
+        """What can be seen of the block that runs now, or ran last."""
+        return View(self.statements, self.block, self._failed)
 
     def to_barrier(self) -> Event:
         """Run until all threads of a block have passed a barrier."""
@@ -158,17 +169,35 @@ class Session(Observer):
         self._barrier, self._warp = barrier, warp or self._warp
         self.event = None
         try:
-            while self.event is None:
-                with np.errstate(all="ignore"), self._tracing(trace):
-                    block = self.block
-                    while self.event is None and self.block is block:
-                        self._advance(first)
+            self._run_in_time(first, trace)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._forget_goal()
         return self.event
+
+    def _run_in_time(self, first: Thread | None, trace: tuple | None) -> None:
+        """Every step has the whole of the launch's time; looking takes none of it."""
+        blocks = math.prod(self.launch.grid)
+        watch = _Watch(self.launch.kernel, blocks, self.launch.simulator.max_seconds)
+        host = sys.gettrace(), greenlet.gettrace()
+        try:
+            with watch:
+                self._run_traced(first, trace)
+        except _TimeUp as interruption:
+            # It may have come while tracing was being ended.
+            sys.settrace(host[0])
+            greenlet.settrace(host[1])
+            watch.done = self._finished_blocks
+            watch.time_up(interruption)
+
+    def _run_traced(self, first: Thread | None, trace: tuple | None) -> None:
+        while self.event is None:
+            with np.errstate(all="ignore"), self._tracing(trace):
+                block = self.block
+                while self.event is None and self.block is block:
+                    self._advance(first)
 
     def _tracing(self, trace: tuple | None) -> AbstractContextManager:
         if trace is None:
@@ -185,7 +214,7 @@ class Session(Observer):
             thread = first if first is not None and first in ready else ready[0]
             ready.remove(thread)
             thread.parent = getcurrent()
-            block.resume(thread)
+            self._resume(thread)
             if thread is first and thread.dead:
                 self.event = Event("left", block.index, thread=thread.index)
         if not ready and self._held:
@@ -195,7 +224,22 @@ class Session(Observer):
         elif not ready:
             block.finish()
             block.discard()
+            self._finished_blocks += 1
             self._next_block()
+
+    def _resume(self, thread: Thread) -> None:
+        """Run a thread until it waits; if it fails, keep what it held."""
+        try:
+            self.block.resume(thread)
+        except BaseException as error:
+            # No variable here may hold the error, which holds this frame.
+            self._keep_frames(thread, error)
+            raise
+
+    def _keep_frames(self, thread: Thread, error: BaseException) -> None:
+        frames = frames_of_error(error.__cause__ if isinstance(error, ThreadError) else error)
+        if frames:
+            self._failed[thread.number] = frames
 
     def _next_block(self) -> None:
         block = next(self._blocks, None)
@@ -208,7 +252,7 @@ class Session(Observer):
 
     def _check_usable(self) -> None:
         if self.done:
-            raise RuntimeError(f"kernel {self.launch.kernel}: {self.event}; there is no next step")
+            raise RuntimeError(f"kernel {self.launch.kernel} has no next step: {self.event}")
         if threading.get_ident() != self._owner:
             raise RuntimeError("a stepper belongs to the operating system's thread that made it")
 
@@ -216,8 +260,13 @@ class Session(Observer):
         """The launch is over, but what its threads have left behind can still be looked at."""
         self.done = True
         thread = error.thread if isinstance(error, SimulationError) else None
-        what = f"{type(error).__name__}: {error}".split(", in kernel ")[0]
-        self.event = Event("error", self.block.index, thread=thread, operation=what)
+        # What no thread has raised is about threads that wait: its last line says where.
+        line = str(error).rpartition("\n")[2].partition(" at ")[2]
+        for number, frames in self._failed.items():
+            thread = thread or self.block.threads[number].index
+            line = describe_source_line(frames[0].file, frames[0].line)
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self.event = Event("error", self.block.index, thread=thread, operation=what, line=line)
 
     def _pause_after(self, kind: str, operation: str, warp: int | None) -> None:
         thread = getcurrent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Number
@@ -11,11 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from fa2_numba.constants import WARP_SIZE
-from fa2_numba.simulator.engine import Block, Thread
+from fa2_numba.simulator.engine import Block
 from fa2_numba.simulator.memory import LocalArray, PlainIntegers, SharedArray, SimulatedArray
-from fa2_numba.simulator.source import describe_source_line
+from fa2_numba.simulator.source import MARKER, describe_source_line
 from fa2_numba.simulator.stepper.statements import Statements
-from fa2_numba.simulator.stepper.tracing import kernel_frames
+from fa2_numba.simulator.stepper.tracing import is_before_statement, kernel_frames
+
+# What a thread does; one that waits is "waiting for" an operation.
+BEFORE, RELEASED, FAILED, GONE = "about to execute", "done waiting", "failed", "gone"
 
 ARRAYS = (np.ndarray, SimulatedArray, PlainIntegers)
 DATA = (Number, np.generic, str, tuple, type(None), *ARRAYS)
@@ -25,7 +29,7 @@ DATA = (Number, np.generic, str, tuple, type(None), *ARRAYS)
 class Frame:
     """A kernel's or device function's frame of one thread: where it stands, what it holds.
 
-    variables: name -> value, closure variables too. Arrays are copies.
+    variables: name -> value, closure variables too. Arrays are masked copies, see `masked_copy`.
     """
 
     function: str
@@ -39,8 +43,12 @@ class Frame:
 class Group:
     """Threads of one warp that are in one state at one line.
 
-    threads: their numbers in the block. state: "ready", "waiting for syncthreads" (or another
-    operation), "gone" (has left the kernel). line: `file.py:12: source text`; empty for those gone.
+    threads: their numbers in the block. state: what they are doing at the line:
+        "about to execute": they have not executed it yet;
+        "waiting for syncthreads", or for another operation that is called there;
+        "done waiting" there: they go on from the middle of it, for what they waited for has come;
+        "failed" there; or "gone": they have left the kernel, or the stepper was closed.
+    line: `file.py:12: source text`; empty for those gone.
     """
 
     warp: int
@@ -60,36 +68,102 @@ class SourceLine:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a query tile: its maximum m, its sum l, its output O (not divided by l yet).
+class View:
+    """What can be seen of a block; failed: the frames of a thread that an error has ended."""
 
-    threads: the numbers of those that hold a part of it, one or more columns each. They all hold m
-    and l; agree: whether they hold the same, as they do unless some are in the middle of an update.
-    """
+    statements: Statements
+    block: Block
+    failed: dict[int, list[Frame]]
 
-    row: int
-    m: np.floating
-    l: np.floating
-    O: np.ndarray
-    threads: tuple[int, ...]
-    agree: bool
+    def frames(self, number: int) -> list[Frame]:
+        """A thread's frames, innermost first; none if it has left the kernel."""
+        thread = self.block.threads[number]
+        if number in self.failed or thread.dead:
+            return self.failed.get(number, [])
+        if not thread:  # not started: it stands before the first statement and holds its arguments
+            filename, line = self.statements.first()
+            code = self.block.function.__code__
+            names = zip(code.co_varnames, self.block.arguments, strict=False)
+            return [_frame(self.block.function.__name__, filename, line, names)]
+        return [
+            _frame(
+                frame.f_code.co_name,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+                frame.f_locals.items(),
+            )
+            for frame in kernel_frames(thread)
+        ]
+
+    def place(self, number: int) -> tuple[str, int] | None:
+        """File and line where a thread stands; None if it has left the kernel."""
+        thread = self.block.threads[number]
+        if number in self.failed:
+            return self.failed[number][0].file, self.failed[number][0].line
+        if thread.dead:
+            return None
+        frame = next(kernel_frames(thread), None)
+        return (frame.f_code.co_filename, frame.f_lineno) if frame else self.statements.first()
+
+    def waiting(self) -> list[Group]:
+        """The threads of each warp by what they are doing."""
+        groups: dict[tuple[int, str, str], list[int]] = {}
+        for number in range(len(self.block.threads)):
+            where = self.place(number)
+            line = describe_source_line(*where) if where else ""
+            key = number // WARP_SIZE, self._state(number), line
+            groups.setdefault(key, []).append(number)
+        return [
+            Group(warp, tuple(numbers), state, line)
+            for (warp, state, line), numbers in sorted(
+                groups.items(), key=lambda group: (group[0][0], group[1])
+            )
+        ]
+
+    def _state(self, number: int) -> str:
+        thread = self.block.threads[number]
+        if number in self.failed:
+            return FAILED
+        if thread.dead:
+            return GONE
+        if thread.waiting:
+            return f"waiting for {thread.waiting.operation}"
+        return BEFORE if is_before_statement(thread) else RELEASED
+
+    def source(self, context: int) -> list[SourceLine]:
+        """The lines around those where threads stand, file by file."""
+        standing: dict[tuple[str, int], list[int]] = {}
+        for number in range(len(self.block.threads)):
+            where = self.place(number)
+            if where:
+                standing.setdefault(where, []).append(number)
+        wanted = {
+            (file, number)
+            for file, line in standing
+            for number in range(max(1, line - context), line + context + 1)
+            if number == line or linecache.getline(file, number)
+        }
+        return [
+            SourceLine(
+                file,
+                line,
+                linecache.getline(file, line).rstrip("\n"),
+                tuple(standing.get((file, line), ())),
+            )
+            for file, line in sorted(wanted, key=lambda at: (Path(at[0]).name, at))
+        ]
 
 
-def frames(statements: Statements, block: Block, number: int) -> list[Frame]:
-    """A thread's frames, innermost first; none if it has left the kernel."""
-    thread = block.threads[number]
-    if thread.dead:
-        return []
-    if not thread:  # not started: it stands before the first statement and holds its arguments
-        filename, line = statements.first()
-        code = block.function.__code__
-        names = zip(code.co_varnames, block.arguments, strict=False)
-        return [_frame(block.function.__name__, filename, line, names)]
+def frames_of_error(error: BaseException) -> list[Frame]:
+    """The kernel frames that an exception passed through, innermost first."""
+    found = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if MARKER in frame.f_globals
+    ]
     return [
-        _frame(
-            frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno, frame.f_locals.items()
-        )
-        for frame in kernel_frames(thread)
+        _frame(frame.f_code.co_name, frame.f_code.co_filename, line, frame.f_locals.items())
+        for frame, line in reversed(found)
     ]
 
 
@@ -99,23 +173,15 @@ def _frame(function: str, filename: str, line: int, names: Iterable[tuple[str, o
 
 
 def shown(value: object) -> object:
-    """A variable's value; arrays as NumPy copies, what nothing wrote as NaN, or masked."""
-    if not isinstance(value, ARRAYS):
-        return value
-    return unmasked(masked_copy(value))
-
-
-def unmasked(copy: np.ma.MaskedArray) -> np.ndarray:
-    """Masked elements become NaN if the dtype has one; an array without any is a plain one."""
-    if not copy.mask.any():
-        return copy.data
-    return copy.filled(np.nan) if np.issubdtype(copy.dtype, np.floating) else copy
+    """A variable's value; an array as a masked copy."""
+    return masked_copy(value) if isinstance(value, ARRAYS) else value
 
 
 def masked_copy(array: object) -> np.ma.MaskedArray:
     """A copy of a simulated array; elements that nothing wrote are masked.
 
-    With the checks off nobody knows: then NaN of shared memory may be one that nothing wrote.
+    Under the mask floating-point numbers are NaN. With the checks off nobody knows what was
+    written, and nothing is masked: then shared memory that nothing wrote is NaN all the same.
     """
     values = np.array(values_of(array))
     written = np.ones(values.shape, bool)
@@ -123,6 +189,8 @@ def masked_copy(array: object) -> np.ma.MaskedArray:
         written = np.frombuffer(array.written, np.uint8)[array.elements] != 0
     elif isinstance(array, SharedArray):
         written = _written(array)
+    if np.issubdtype(values.dtype, np.inexact):
+        values[~written] = np.nan
     return np.ma.MaskedArray(values, ~written)
 
 
@@ -182,97 +250,3 @@ def _same(a: object, b: object) -> bool:
 
 def _is_part(array: object, memory: np.ndarray) -> bool:
     return np.may_share_memory(values_of(array), memory)
-
-
-def place(statements: Statements, block: Block, thread: Thread) -> tuple[str, int] | None:
-    """File and line where a thread stands; None if it has left the kernel."""
-    if thread.dead:
-        return None
-    frame = next(kernel_frames(thread), None)
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else statements.first()
-
-
-def waiting(statements: Statements, block: Block) -> list[Group]:
-    """The threads of each warp by what they are doing."""
-    groups: dict[tuple[int, str, str], list[int]] = {}
-    for number, thread in enumerate(block.threads):
-        where = place(statements, block, thread)
-        if where is None:
-            state = "gone"
-        else:
-            state = f"waiting for {thread.waiting.operation}" if thread.waiting else "ready"
-        line = describe_source_line(*where) if where else ""
-        groups.setdefault((number // WARP_SIZE, state, line), []).append(number)
-    return [
-        Group(warp, tuple(numbers), state, line)
-        for (warp, state, line), numbers in sorted(groups.items(), key=lambda g: (g[0][0], g[1]))
-    ]
-
-
-def source(statements: Statements, block: Block, context: int) -> list[SourceLine]:
-    """The lines around those where threads stand, file by file."""
-    standing: dict[tuple[str, int], list[int]] = {}
-    for number, thread in enumerate(block.threads):
-        where = place(statements, block, thread)
-        if where:
-            standing.setdefault(where, []).append(number)
-    wanted = {
-        (file, number)
-        for file, line in standing
-        for number in range(max(1, line - context), line + context + 1)
-        if number == line or linecache.getline(file, number)
-    }
-    return [
-        SourceLine(
-            file,
-            line,
-            linecache.getline(file, line).rstrip("\n"),
-            tuple(standing.get((file, line), ())),
-        )
-        for file, line in sorted(wanted, key=lambda at: (Path(at[0]).name, at))
-    ]
-
-
-ROW_NAMES = ("row", "LANE_ROWS", "LANE_COLS", "m_reg", "l_reg", "O_reg")
-COLUMN_NAMES = ("col", "lane_col")
-
-
-def row(block: Block, kernel: str, number: int) -> Row:
-    """Row `number` of the block's query tile, put together from the lanes that hold it.
-
-    For kernels whose own frame has the project's names: `row` and `col` (or `lane_col`) of the
-    lane's first element, LANE_ROWS and LANE_COLS, `m_reg`, `l_reg`, `O_reg`.
-    """
-    holders = []
-    missing: set[str] = set()
-    for index, thread in enumerate(block.threads):
-        names = list(kernel_frames(thread))[-1].f_locals if thread else {}
-        col = next((names[name] for name in COLUMN_NAMES if name in names), None)
-        lacks = [name for name in ROW_NAMES if name not in names]
-        missing.update(lacks + (["col"] if col is None else []))
-        if not lacks and col is not None:
-            step, apart = divmod(number - names["row"], names["LANE_ROWS"])
-            if apart == 0 and 0 <= step < len(names["m_reg"]):
-                holders.append((index, step, col, names))
-    if not holders:
-        what = f"lacks {', '.join(sorted(missing))}" if missing else "has no such row"
-        raise ValueError(
-            f"row {number}: no thread of kernel {kernel}, where they are now, holds it: their "
-            f"frame {what}. row() needs {', '.join(ROW_NAMES)} and col or lane_col there"
-        )
-    return _gathered(number, holders)
-
-
-def _gathered(number: int, holders: list[tuple]) -> Row:
-    names = holders[0][3]
-    size = names["LANE_COLS"] * names["O_reg"].shape[1]
-    O = np.full(size, np.nan, names["O_reg"].dtype)
-    m, l = (
-        np.array([shown(names[name])[step] for _, step, _, names in holders])
-        for name in ("m_reg", "l_reg")
-    )
-    for _, step, col, names in holders:
-        O[col :: names["LANE_COLS"]] = shown(names["O_reg"])[step]
-    threads = tuple(index for index, *_ in holders)
-    agree = bool(np.all(m == m[0]) and np.all(l == l[0]))
-    return Row(number, m[0], l[0], O, threads, agree)

@@ -12,7 +12,7 @@ from fa2_numba.simulator.retarget import SimulatedModule
 from fa2_numba.simulator.source import MARKER
 
 Target = int | str | tuple[str, int]
-"""A line of the kernel's file, text that stands in the statement, or (end of file name, line)."""
+"""A line of the kernel's file, text that stands in the statement, or (end of a path, line)."""
 
 Statement = tuple[str, int]
 """File name, and the line that the statement begins on."""
@@ -40,13 +40,15 @@ class Statements:
     def meant_by(self, target: Target) -> set[Statement]:
         """The statements that `target` names; refuses one that names none of this kernel."""
         if isinstance(target, str):
-            found = {self.at(*line) for line in self._lines if target in linecache.getline(*line)}
+            text = target.strip()
+            lines = self._lines if text else ()
+            found = {self.at(*line) for line in lines if text in linecache.getline(*line)}
         else:
             file, line = (
                 target if isinstance(target, tuple) else (self.kernel.__code__.co_filename, target)
             )
             found = {
-                self.at(name, line) for name in self.files if name.endswith(str(file))
+                self.at(name, line) for name in self.files if ends_with(name, file)
             }.intersection(self.at(*each) for each in self._lines)
         if not found:
             files = ", ".join(sorted(Path(name).name for name in self.files))
@@ -70,6 +72,16 @@ class Statements:
             for *_, line in code.co_lines()
             if line and line > code.co_firstlineno
         }
+
+
+def ends_with(filename: str, end: str) -> bool:
+    """Whether the last parts of a file's path are those of `end`.
+
+    >>> [ends_with("a/tiles.py", end) for end in ("tiles.py", "a/tiles.py", "les.py", "")]
+    [True, True, False, False]
+    """
+    parts = Path(end).parts
+    return bool(parts) and Path(filename).parts[-len(parts) :] == parts
 
 
 def statement_starts(source: str) -> dict[int, int]:

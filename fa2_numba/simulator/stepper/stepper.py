@@ -12,9 +12,10 @@ import numpy as np
 
 from fa2_numba.simulator.engine import Index
 from fa2_numba.simulator.run import ConfiguredSimulation
-from fa2_numba.simulator.stepper import html, state, text
+from fa2_numba.simulator.stepper import html, text
+from fa2_numba.simulator.stepper.rows import Row, gathered_row, row_gatherer
 from fa2_numba.simulator.stepper.session import Event, Session
-from fa2_numba.simulator.stepper.state import Frame, Group, Row, SourceLine
+from fa2_numba.simulator.stepper.state import Frame, Group, SourceLine, shared_arrays
 from fa2_numba.simulator.stepper.statements import Target
 
 ThreadName = int | tuple[int, ...]
@@ -30,13 +31,23 @@ class Stepper:
 
     The kernel runs as it is. Each step returns an `Event` that says what ended it; an error of the
     kernel comes out of the step that meets it, and the threads can still be looked at where they
-    were. Blocks run one after the other; a step goes on to the next by itself. After the end `done`
-    is True and steps raise RuntimeError.
+    were. Each step may take `max_seconds`. Blocks run one after the other; a step goes on to the
+    next by itself. After the end `done` is True and steps raise RuntimeError.
 
     Looking shows the block that runs now. `print` and a notebook show all of it; see also `close`.
+    Arrays are shown as masked copies: what nothing wrote is masked, `--` in print.
+
+    shown_row: the row of the query tile that a notebook shows, if the kernel `has_rows`.
     """
 
     def __init__(self, simulation: ConfiguredSimulation, *arguments: object) -> None:
+        if not isinstance(simulation, ConfiguredSimulation):
+            raise TypeError(
+                "a Stepper takes a simulated launch and the kernel's arguments, "
+                "Stepper(simulate(kernel)[grid, block], *arguments); its first argument was "
+                f"a {type(simulation).__name__}"
+            )
+        self.shown_row = 0
         self._session = Session(_uncounted(simulation).prepare(*arguments))
         self._free = weakref.finalize(self, self._session.close)
         self._free.atexit = False
@@ -49,6 +60,9 @@ class Stepper:
 
     def to_warp_event(self, warp: int | None = None) -> Event:
         """Run until a shuffle, vote or syncwarp of some warp, or of warp number `warp`, is done."""
+        warps = len(self._session.block.warps)
+        if warp is not None and not (_is_integer(warp) and 0 <= warp < warps):
+            raise ValueError(f"warp={warp!r}: must be 0 to {warps - 1}, or None for any warp")
         return self._session.to_warp_event(warp)
 
     def to_line(self, target: Target, thread: ThreadName | None = None) -> Event:
@@ -56,7 +70,7 @@ class Stepper:
 
         `target` is a line of the kernel's own file; or a piece of source text, which means every
         statement of the kernel and its device functions that has it; or ("tiles.py", 88), for a
-        file by the end of its name. A thread that stands there already goes on to its next time.
+        file by the end of its path. A thread that stands there already goes on to its next time.
         """
         threads = None if thread is None else [self._number(thread)]
         return self._session.to_statement(self._session.statements.meant_by(target), threads)
@@ -111,58 +125,73 @@ class Stepper:
         """Index in the grid of the block that runs now, or ran last."""
         return self._session.block.index
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether `row` knows how this kernel's threads share the rows of a query tile."""
+        return row_gatherer(self._session.block.function) is not None
+
     def frames(self, thread: ThreadName) -> list[Frame]:
         """A thread's frames: device functions from the innermost on, last the kernel's own."""
-        number = self._number(thread)
-        return state.frames(self._session.statements, self._session.block, number)
+        return self._session.view.frames(self._number(thread))
 
     def locals(self, thread: ThreadName) -> dict[str, object]:
-        """Name -> value in the kernel's own frame; arrays are copies, NaN where nothing wrote."""
+        """Name -> value in the kernel's own frame; arrays are masked copies."""
         frames = self.frames(thread)
         if not frames:
-            raise ValueError(f"thread {thread} of block {self.block} has left the kernel")
+            closed = self.event.kind == "closed"
+            why = "is no more: the stepper was closed" if closed else "has left the kernel"
+            raise ValueError(f"thread {thread} of block {self.block} {why}")
         return frames[-1].variables
 
-    def shared(self) -> dict[str, np.ndarray]:
-        """Name -> copy of each shared array; elements that nothing wrote are NaN, or masked."""
-        return {name: state.unmasked(array) for name, array in self._shared().items()}
+    def shared(self) -> dict[str, np.ma.MaskedArray]:
+        """Name -> copy of each shared array; elements that nothing wrote are masked.
+
+        A NaN that is not masked was written. With checks=False nobody knows: nothing is masked.
+        """
+        return shared_arrays(self._session.block)
 
     def waiting(self) -> list[Group]:
-        """For each warp, which of its threads are ready, wait for what and where, or are gone."""
-        return state.waiting(self._session.statements, self._session.block)
+        """For each warp, which of its threads do what, or wait for what, and where."""
+        return self._session.view.waiting()
 
     def source(self, context: int = 4) -> list[SourceLine]:
         """The lines where threads stand and `context` lines around them, each with its threads."""
-        return state.source(self._session.statements, self._session.block, context)
+        return self._session.view.source(context)
 
     def row(self, row: int) -> Row:
-        """m, l and O of a row of the block's query tile, gathered from the lanes that hold it.
+        """m, l and O of a row of the block's query tile, gathered from the threads that hold it.
 
-        Only for kernels that use the names of the ladder's, else ValueError says what is missing.
+        Only for kernels that use the names of the ladder's (`has_rows`), and where threads hold all
+        of it; else ValueError (a `RowError`) says what is missing.
         """
-        return state.row(self._session.block, self.kernel, row)
+        return gathered_row(self._session.view, row)
+
+    def __repr__(self) -> str:
+        return f"<Stepper of {self.kernel}, block {self.block}: {self.event}>"
 
     def __str__(self) -> str:
-        return text.render(self, self._shared())
+        return text.render(self)
 
     def _repr_html_(self) -> str:
-        return html.render(self, self._shared())
-
-    def _shared(self) -> dict[str, np.ma.MaskedArray]:
-        return state.shared_arrays(self._session.block)
+        return html.render(self)
 
     def _number(self, thread: ThreadName) -> int:
         dim = self._session.launch.dim
         if isinstance(thread, tuple) and 1 <= len(thread) <= 3:
             index = (*thread, 0, 0)[:3]
-            inside = all(i in range(size) for i, size in zip(index, dim, strict=True))
+            pairs = zip(index, dim, strict=True)
+            inside = all(_is_integer(i) and 0 <= i < size for i, size in pairs)
             number = index[0] + dim[0] * (index[1] + dim[1] * index[2]) if inside else None
         else:
-            number = thread if isinstance(thread, Integral) else None
+            number = thread if _is_integer(thread) else None
             inside = number in range(math.prod(dim))
         if not inside:
             raise ValueError(f"thread {thread!r}: a block of this launch has {dim} threads")
         return int(number)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _uncounted(simulation: ConfiguredSimulation) -> ConfiguredSimulation:

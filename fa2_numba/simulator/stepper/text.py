@@ -9,32 +9,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fa2_numba.simulator.engine import with_warps
-from fa2_numba.simulator.source import ranges
-from fa2_numba.simulator.stepper.state import Group, SourceLine
+from fa2_numba.simulator.stepper.state import BEFORE, Group, SourceLine
 
 if TYPE_CHECKING:
     from fa2_numba.simulator.stepper.stepper import Stepper
 
 
-def render(stepper: Stepper, shared: dict[str, np.ma.MaskedArray]) -> str:
+def render(stepper: Stepper) -> str:
     """What happened, where the threads stand, who waits for what, what is in shared memory."""
     parts = [
         [heading(stepper)],
         _source(stepper.source()),
-        [group_text(group) for group in stepper.waiting()],
-        [array_text(name, array) for name, array in shared.items()],
+        [f"{who(threads)}: {what}" for threads, what in together(stepper.waiting())],
+        [array_text(name, array) for name, array in stepper.shared().items()],
     ]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
 def heading(stepper: Stepper) -> str:
-    """Kernel and event in one line."""
+    """Kernel and event."""
     return f"{stepper.kernel}: {stepper.event}"
 
 
 def _source(lines: list[SourceLine]) -> list[str]:
     return [
-        f"{label}{line.text}" + (f"  <- {with_warps(list(line.threads))}" if line.threads else "")
+        f"{label}{line.text}" + (f"  <- {who(list(line.threads))}" if line.threads else "")
         for label, line in labelled(lines)
     ]
 
@@ -50,16 +49,28 @@ def labelled(lines: list[SourceLine]) -> Iterator[tuple[str, SourceLine]]:
         before = line
 
 
-def group_text(group: Group) -> str:
-    """`warp 0, threads 0-31: waiting for syncthreads at file.py:12: source text`."""
-    threads = f"thread{'s' * (len(group.threads) > 1)} {ranges(list(group.threads))}"
-    where = f" at {group.line}" if group.line else ""
-    return f"warp {group.warp}, {threads}: {group.state}{where}"
+def who(threads: list[int]) -> str:
+    """`threads 0-39 (warps 0-1)`, `thread 3 (warp 0)`."""
+    text = with_warps(threads)
+    return text if len(threads) > 1 else text.replace("threads", "thread", 1)
+
+
+def together(groups: list[Group]) -> list[tuple[list[int], str]]:
+    """The threads of all warps that do the same: their numbers, and what they do where."""
+    threads: dict[str, list[int]] = {}
+    for group in groups:
+        where = f"{' ' if group.state == BEFORE else ' at '}{group.line}" if group.line else ""
+        threads.setdefault(group.state + where, []).extend(group.threads)
+    return [(numbers, what) for what, numbers in threads.items()]
 
 
 def array_text(name: str, array: np.ma.MaskedArray) -> str:
-    """Shape, dtype, how much is written, and the smallest and largest value."""
-    written = array.compressed()
-    text = f"{name} {array.shape} {array.dtype}, {len(written) / max(array.size, 1):.0%} written"
-    numbers = written[~np.isnan(written.astype(np.float64))]
-    return text + (f", {numbers.min():.4g} to {numbers.max():.4g}" if numbers.size else "")
+    """Shape, dtype, how much is written, smallest and largest number, how many are none."""
+    written = array.compressed().astype(np.float64)
+    numbers = written[np.isfinite(written)]
+    counts = {"NaN": np.isnan(written).sum(), "infinite": np.isinf(written).sum()}
+    return ", ".join(
+        [f"{name} {array.shape} {array.dtype}, {written.size / max(array.size, 1):.0%} written"]
+        + ([f"{numbers.min():.4g} to {numbers.max():.4g}"] if numbers.size else [])
+        + [f"{count} {kind}" for kind, count in counts.items() if count]
+    )

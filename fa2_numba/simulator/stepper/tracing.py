@@ -7,6 +7,7 @@ just been switched to, turns tracing on in the threads of interest and off in th
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -37,6 +38,9 @@ class Tracing:
         self._visited: set[Thread] = set()
 
     def __enter__(self) -> None:
+        # Threads of another stepper that are freed inside a trace function would end all tracing.
+        self._collector_runs = gc.isenabled()
+        gc.disable()
         self._host = sys.gettrace()
         self._host_switched = greenlet.settrace(self._switched)
         self.active = True
@@ -48,6 +52,8 @@ class Tracing:
         self.active = False
         greenlet.settrace(self._host_switched)
         sys.settrace(self._host)
+        if self._collector_runs:
+            gc.enable()
 
     def _switched(self, _: str, greenlets: tuple[greenlet.greenlet, greenlet.greenlet]) -> None:
         target = greenlets[1]
@@ -92,6 +98,11 @@ class _FrameTrace:
 def hand_over(thread: Thread) -> None:
     """Pause the running thread inside a trace function, where Python has tracing switched off."""
     sys.call_tracing(thread.parent.switch, ())
+
+
+def is_before_statement(thread: Thread) -> bool:
+    """Whether a paused thread has not begun a statement: it was handed over, or never started."""
+    return not thread or thread.gr_frame.f_code is hand_over.__code__
 
 
 def kernel_frames(thread: Thread) -> Iterator[FrameType]:
