@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numba import cuda
 from numba.cuda import types
 
-from fa2_numba import RUNGS, Simulator
+from fa2_numba import RUNGS, Simulator, flash_attn_func
 from fa2_numba.config import TileConfig
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.launch import (
@@ -27,8 +27,15 @@ from fa2_numba.launch import (
 from fa2_numba.lessons import draw, figures
 from fa2_numba.lessons.occupancy import MULTIPROCESSORS, blocks_per_multiprocessor
 from fa2_numba.lessons.stamps import record_launch, record_timeline, stamped
-from fa2_numba.lessons.timeline import Timeline, head_costs, schedule, tile_costs
+from fa2_numba.lessons.timeline import (
+    Timeline,
+    head_costs,
+    measured_costs,
+    schedule,
+    tile_costs,
+)
 from fa2_numba.problem import Problem
+from fa2_numba.testing import random_qkv
 from fa2_numba.traffic import predict
 from tests.test_compile import ARCHITECTURES, assemble, launches, ptxas
 
@@ -202,6 +209,19 @@ def test_costs_of_both_grids():
     assert head_costs(config, 3, 128, 192, causal=False).tolist() == [6] * 3
     with pytest.raises(ValueError, match="heads=0: must be a positive integer"):
         tile_costs(config, 0, 1, 1, causal=True)
+
+
+def test_costs_that_the_simulator_measured_go_with_the_tiles(monkeypatch):
+    """Nearly all work is in the visited tiles, so the two kinds of cost are in proportion."""
+    config = TileConfig(32, 16, 16)
+    monkeypatch.setattr("fa2_numba.interface.choose_tiles", lambda *_: config)
+    qkv = random_qkv(1, 48, 48, 2, 2, 32, np.float32)
+    _, report = flash_attn_func(
+        *qkv, causal=True, rung="fa2_split_q", machine=Simulator(checks=False), report=True
+    )
+    measured, modelled = measured_costs(report), tile_costs(config, 2, 48, 48, causal=True)
+    assert measured.sum() == report.matmul_flops + report.other_flops
+    np.testing.assert_allclose(measured / measured.sum(), modelled / modelled.sum(), rtol=0.05)
 
 
 def test_the_grids_of_the_figure():

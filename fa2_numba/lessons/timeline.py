@@ -23,6 +23,7 @@ import numpy as np
 
 from fa2_numba.config import TileConfig
 from fa2_numba.device.tiles import make_count_n_blocks
+from fa2_numba.simulator import Report
 
 
 class Utilisation(NamedTuple):
@@ -160,6 +161,13 @@ def tile_costs(
     first_rows = range(0, seqlen_q, config.block_m)
     visited = [count_n_blocks(first_row, seqlen_q, seqlen_k) for first_row in first_rows]
     return np.repeat(visited, heads)
+
+
+def measured_costs(report: Report) -> np.ndarray:
+    """float32 operations of each block of a counted launch, in launch order."""
+    return np.array(
+        [block.counts.matmul_flops + block.counts.other_flops for block in report.blocks]
+    )
 
 
 def head_costs(
