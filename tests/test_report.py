@@ -644,7 +644,7 @@ def test_messages_name_the_kernel_s_own_variables():
 
 
 def test_blocks_may_be_run_one_by_one():
-    launch = simulate(copy, progress=False)[2, 32].prepare(numbers(64), numbers(64), 1)
+    launch = simulate(copy, progress=False)[2, 32].prepare(numbers(64), numbers(64), 1, counts=True)
     for block in launch.blocks():
         block.run()
     assert launch.counter.report.global_load_requests == 2

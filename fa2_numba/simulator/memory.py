@@ -418,16 +418,16 @@ class BlockMemory:
         self.total_limit = total_limit
         self.kinds = kinds
         self.static_bytes = 0
-        self._arrays: dict[tuple, object] = {}
+        self.arrays: dict[tuple, object] = {}
 
     def array(self, shape: object, dtype: np.dtype, site: Place) -> object:
         """`cuda.shared.array`: every thread that passes `site` gets the same array."""
         shape = shape if isinstance(shape, tuple) else (shape,)
         key = (id(site[0]), site[1])
-        if key not in self._arrays:
+        if key not in self.arrays:
             make = self._dynamic_array if shape == (0,) else self._static_array
-            self._arrays[key] = make(shape, dtype, site)
-        return self._arrays[key]
+            self.arrays[key] = make(shape, dtype, site)
+        return self.arrays[key]
 
     def _dynamic_array(self, shape: object, dtype: np.dtype, site: Place) -> object:
         return self._view(self.dynamic, dtype, (self.dynamic_bytes // dtype.itemsize,), site)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import itertools
 import math
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from types import FunctionType
 
@@ -26,17 +23,15 @@ from fa2_numba.constants import (
     STATIC_SHARED_BYTES,
 )
 from fa2_numba.simulator.counting import LaunchCounter
-from fa2_numba.simulator.engine import Block, Index, Observer, raised_at
-from fa2_numba.simulator.errors import LaunchError, RunTooLongError, SimulationError
+from fa2_numba.simulator.engine import Block, Index, Observer
+from fa2_numba.simulator.errors import LaunchError, SimulationError
 from fa2_numba.simulator.memory import CHECKED, UNCHECKED, ArrayKinds, BlockMemory
 from fa2_numba.simulator.report import Report
 from fa2_numba.simulator.retarget import PLAIN
-from fa2_numba.simulator.source import describe_line, line_number
 from fa2_numba.simulator.values import scalar_value
+from fa2_numba.simulator.watch import TimeUp, Watch
 
 PROGRESS_DELAY_SECONDS = 3.0
-FIRST_ESTIMATE_SECONDS = 2.0
-INTERRUPT_AGAIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -96,14 +91,14 @@ class Simulator:
             leave=False,
             disable=not self.progress,
         )
-        watch = _Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
+        watch = Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
         try:
             with bar, watch:
                 for one in launch.blocks():
                     one.run()
                     watch.finished_block()
                     bar.update()
-        except _TimeUp as interruption:
+        except TimeUp as interruption:
             watch.time_up(interruption)
         return launch.counter.report if launch.counter else None
 
@@ -194,92 +189,6 @@ def _is_capability(value: object) -> bool:
     return is_pair and tuple(value) in SHARED_BYTES_PER_BLOCK
 
 
-class _TimeUp(BaseException):
-    """Raised in the simulating thread, wherever it is, when the limit has passed."""
-
-
-class _Watch:
-    """Ends a launch whose time, or estimated time, is over the limit.
-
-    A kernel may loop for ever without a point where the simulator is asked anything, so a thread of
-    its own watches the clock and interrupts the simulation from outside.
-    """
-
-    def __init__(self, kernel: str, blocks: int, max_seconds: float | None) -> None:
-        self.kernel = kernel
-        self.blocks = blocks
-        self.limit = math.inf if max_seconds is None else float(max_seconds)
-        self.start = time.perf_counter()
-        self.done = 0
-        self._interrupted = False
-        self._ended = threading.Event()
-        self._simulating = ctypes.c_ulong(threading.get_ident())
-        self._watcher = threading.Thread(target=self._interrupt, daemon=True)
-
-    def __enter__(self) -> None:
-        if self.limit < threading.TIMEOUT_MAX:
-            self._watcher.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
-        if self._interrupted:
-            self._swallow()
-
-    def _interrupt(self) -> None:
-        pause = self.limit
-        # Again, for Python drops an exception that comes while an object is being finalised.
-        while not self._ended.wait(pause):
-            self._interrupted = True
-            self._send()
-            pause = INTERRUPT_AGAIN_SECONDS
-
-    def _send(self) -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._simulating, ctypes.py_object(_TimeUp))
-
-    def _swallow(self) -> None:
-        """An interruption that has not arrived yet shall not come later.
-
-        One more takes its place and is caught: Python 3.11 would look for ever for one that is only
-        taken back, and under a debugger hang at the next call.
-        """
-        try:
-            self._send()
-            while True:
-                pass
-        except _TimeUp:
-            pass
-
-    def time_up(self, interruption: _TimeUp) -> None:
-        """Say where the launch was. It may have been in `__exit__`, so that is done again."""
-        self.__exit__()
-        place = raised_at(interruption)
-        self._refuse(
-            f"has run {self.limit:g} s with {self.done} of {self.blocks} blocks done"
-            + (f" and was at {describe_line(*place)}" if place else ""),
-            (line_number(*place),) if place else (),
-        )
-
-    def finished_block(self) -> None:
-        """After a block: will the rest end in time?"""
-        self.done += 1
-        elapsed = time.perf_counter() - self.start
-        estimate = elapsed / self.done * self.blocks
-        if elapsed > min(FIRST_ESTIMATE_SECONDS, self.limit / 2) and estimate > self.limit:
-            self._refuse(f"would take about {estimate:.0f} s for its {self.blocks} blocks")
-
-    def _refuse(self, why: str, lines: tuple[int, ...] = ()) -> None:
-        error = _error(
-            RunTooLongError,
-            self.kernel,
-            f"kernel {self.kernel} {why}; the limit is max_seconds={self.limit:g}. Use a smaller "
-            "problem, checks=False, or max_seconds=None to run it all the same",
-        )
-        error.lines = lines
-        raise error
-
-
 class ConfiguredSimulation:
     """A kernel with its launch configuration; call it with the kernel's arguments."""
 
@@ -292,20 +201,21 @@ class ConfiguredSimulation:
                 f"launch configuration {config!r} of kernel {name}: must be [grid, block], "
                 "[grid, block, stream] or [grid, block, stream, shared_bytes]",
             )
-        self._simulator = simulator
+        self.simulator = simulator
         self._kernel = kernel
         self._grid, self._block = config[:2]
         self._shared_bytes = config[3] if len(config) == 4 else 0
 
     def __call__(self, *arguments: object) -> Report | None:
         """Run the kernel; array arguments are changed in place. Returns what has been counted."""
-        return self._simulator.launch(
+        return self.simulator.launch(
             self._kernel, self._grid, self._block, self._shared_bytes, arguments
         )
 
-    def prepare(self, *arguments: object) -> Launch:
-        """The launch, checked but not run."""
-        return self._simulator.prepare(
+    def prepare(self, *arguments: object, counts: bool = False) -> Launch:
+        """The launch, checked but not run, with or without hooks that count."""
+        simulator = replace(self.simulator, counts=counts)
+        return simulator.prepare(
             self._kernel, self._grid, self._block, self._shared_bytes, arguments
         )
 

@@ -19,11 +19,12 @@ from greenlet import getcurrent
 
 from fa2_numba.simulator.engine import Block, Index, Observer, Thread, Warp
 from fa2_numba.simulator.errors import SimulationError, ThreadError
-from fa2_numba.simulator.run import Launch, _TimeUp, _Watch
+from fa2_numba.simulator.run import Launch
 from fa2_numba.simulator.source import describe_line, describe_source_line, kernel_place
 from fa2_numba.simulator.stepper.state import Frame, View, frames_of_error
 from fa2_numba.simulator.stepper.statements import Statement, Statements
 from fa2_numba.simulator.stepper.tracing import Tracing, hand_over
+from fa2_numba.simulator.watch import TimeUp, Watch
 
 
 @dataclass(frozen=True)
@@ -180,12 +181,12 @@ class Session(Observer):
     def _run_in_time(self, first: Thread | None, trace: tuple | None) -> None:
         """Every step has the whole of the launch's time; looking takes none of it."""
         blocks = math.prod(self.launch.grid)
-        watch = _Watch(self.launch.kernel, blocks, self.launch.simulator.max_seconds)
+        watch = Watch(self.launch.kernel, blocks, self.launch.simulator.max_seconds)
         host = sys.gettrace(), greenlet.gettrace()
         try:
             with watch:
                 self._run_traced(first, trace)
-        except _TimeUp as interruption:
+        except TimeUp as interruption:
             # It may have come while tracing was being ended.
             sys.settrace(host[0])
             greenlet.settrace(host[1])

@@ -213,7 +213,7 @@ def shared_arrays(block: Block) -> dict[str, np.ma.MaskedArray]:
     Left out are views that every thread has its own of, and the whole of the dynamic memory where
     the kernel has named parts of it.
     """
-    made = list(block.memory._arrays.values())
+    made = list(block.memory.arrays.values())
     named: dict[str, object] = {}
     for name, array in _kernel_variables(block):
         if any(np.may_share_memory(values_of(array), values_of(whole)) for whole in made):

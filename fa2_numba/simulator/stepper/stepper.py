@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import weakref
 from numbers import Integral
@@ -48,7 +46,7 @@ class Stepper:
                 f"a {type(simulation).__name__}"
             )
         self.shown_row = 0
-        self._session = Session(_uncounted(simulation).prepare(*arguments))
+        self._session = Session(simulation.prepare(*arguments))
         self._free = weakref.finalize(self, self._session.close)
         self._free.atexit = False
 
@@ -192,10 +190,3 @@ class Stepper:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _uncounted(simulation: ConfiguredSimulation) -> ConfiguredSimulation:
-    """The same launch with the kernel's code as it is, without hooks that count."""
-    plain = copy.copy(simulation)
-    plain._simulator = dataclasses.replace(simulation._simulator, counts=False)
-    return plain
