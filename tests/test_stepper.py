@@ -30,7 +30,6 @@ from fa2_numba.simulator import (
     UninitialisedReadError,
     simulate,
 )
-from fa2_numba.simulator.engine import Thread
 from fa2_numba.simulator.source import ranges
 from fa2_numba.simulator.stepper import RowError, Stepper
 from fa2_numba.simulator.stepper.statements import Statements
@@ -946,21 +945,17 @@ def test_trace_functions_are_restored(host):
     assert seen == [True] * 5
 
 
-def living_threads():
-    gc.collect()
-    return sum(isinstance(thing, Thread) for thing in gc.get_objects())
-
-
 @pytest.mark.parametrize("step", [to_barrier, to_line, statements])
 def test_an_abandoned_stepper_is_freed(step):
-    before = living_threads()
     stepper, _ = small()
     step(stepper, 5)
-    assert living_threads() == before + THREADS
+    refs = [weakref.ref(thread) for thread in stepper._session.block.threads]
+    assert len(refs) == THREADS and all(ref() is not None for ref in refs)
     gone = weakref.ref(stepper)
     del stepper
+    gc.collect()
     assert gone() is None
-    assert living_threads() == before
+    assert [ref for ref in refs if ref() is not None] == []
     assert sys.gettrace() is None
 
 
