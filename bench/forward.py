@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from bench.timing import environment, forward_flops, import_torch, results_file, time_once
+from bench.timing import (
+    environment,
+    forward_flops,
+    import_torch,
+    results_file,
+    summary,
+    time_once,
+)
 from fa2_numba import RUNGS, flash_attn_func
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 from fa2_numba.testing import compare
@@ -100,10 +106,7 @@ def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
             "seqlen_k": seqlen,
             "head_dim": head_dim,
             "causal": causal,
-            "ms": statistics.median(ms),
-            "ms_min": min(ms),
-            "ms_max": max(ms),
-            "tflops": flops / statistics.median(ms) / 1e9,
+            **summary(ms, flops),
             "max_error": verdicts[name].error,
             "allowed_error": verdicts[name].allowed,
         }

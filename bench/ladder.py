@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,11 +131,8 @@ def measure(
             "seqlen": seqlen,
             "head_dim": head_dim,
             "causal": causal,
-            "ms": statistics.median(ms),
-            "ms_min": min(ms),
-            "ms_max": max(ms),
             "rounds": len(ms),
-            "tflops": flops / statistics.median(ms) / 1e9,
+            **timing.summary(ms, flops),
             "error": verdicts[name].error,
             "allowed_error": verdicts[name].allowed,
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,6 +121,12 @@ def time_once(run: Callable[[], object]) -> float:
 def forward_flops(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> float:
     """Operations of the two matrix products, half of them if causal."""
     return 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+
+
+def summary(ms: list[float], flops: float) -> dict[str, float]:
+    """What a record says of the times of one problem: median, smallest, largest, TFLOP/s."""
+    median = statistics.median(ms)
+    return {"ms": median, "ms_min": min(ms), "ms_max": max(ms), "tflops": flops / median / 1e9}
 
 
 def nvidia_smi(*names: str) -> list[str] | None:

@@ -134,9 +134,10 @@ def test_a_mistyped_command_is_told_which_there_are(capsys):
     assert printed.err == "error: no command 'dif': must be one of diff, doctor\n"
 
 
-def test_where_numba_does_not_load_the_doctor_is_recommended():
+@pytest.mark.parametrize("arguments", [["--tokens", "4"], ["diff", "fa2_split_q"]], ids=" ".join)
+def test_where_numba_does_not_load_the_doctor_is_recommended(arguments):
     program = "import sys; sys.modules['numba.cuda'] = None; from fa2_numba.__main__ import main; "
-    command = [sys.executable, "-c", program + "raise SystemExit(main(['--tokens', '4']))"]
+    command = [sys.executable, "-c", program + f"raise SystemExit(main({arguments}))"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "fa2_numba doctor" in done.stderr

@@ -290,11 +290,3 @@ def test_the_command_starts_no_driver():
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [0, [], []], done.stderr
-
-
-def test_where_numba_does_not_load_the_doctor_is_recommended():
-    program = "import sys; sys.modules['numba.cuda'] = None; from fa2_numba.__main__ import main; "
-    command = [sys.executable, "-c", program + "raise SystemExit(main(['diff', 'fa2_split_q']))"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "fa2_numba doctor" in done.stderr
