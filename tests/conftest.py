@@ -5,7 +5,8 @@ import pytest
 
 from fa2_numba import Simulator, arrays, interface, staging
 from fa2_numba.config import HEAD_DIM_STEP, TileConfig
-from fa2_numba.launch import gpu_available
+from fa2_numba.launch import ForwardTensors, SimulatorMachine, gpu_available
+from fa2_numba.testing import poisoned
 
 HAS_GPU = gpu_available()
 NO_GPU = "no NVIDIA GPU that Numba can use"
@@ -55,6 +56,21 @@ def machine(request, monkeypatch):
 def fast_machine(request, monkeypatch):
     """Like `machine`, with the simulator's checks off: for the many shapes after the first."""
     return with_small_tiles(request.param, monkeypatch)
+
+
+def run_rung(plan_forward, qkv, config, simulator, causal):
+    """Run a rung's launches on float32, float16 q, k, v: out, lse (NaN before), the reports."""
+    q, k, v = qkv
+    batch, seqlen_q, heads, _ = q.shape
+    out, lse = poisoned(q.shape, q.dtype), poisoned((batch, heads, seqlen_q), np.float32)
+    tensors = ForwardTensors(
+        *(q, k, v, out, lse),
+        np.float32(q.shape[-1] ** -0.5),
+        causal,
+        q.dtype.name,
+        lambda shape: poisoned(shape, np.float32),
+    )
+    return out, lse, SimulatorMachine(simulator).run(plan_forward(tensors, config))
 
 
 def with_small_tiles(machine, monkeypatch):

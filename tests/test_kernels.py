@@ -6,16 +6,14 @@ import pytest
 
 from fa2_numba import RUNGS, flash_attn_func
 from fa2_numba.config import TileConfig, col_step, row_step
-from fa2_numba.launch import ForwardTensors, SimulatorMachine
 from fa2_numba.testing import (
     SHAPES,
     assert_attention,
-    poisoned,
     poisoned_rows,
     random_qkv,
 )
 
-from .conftest import FAST_SIMULATOR, SIMULATOR
+from .conftest import FAST_SIMULATOR, SIMULATOR, run_rung
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 HEAD_DIMS = (1, 8, 40, 59, 64, 72, 96, 111, 128, 256)
@@ -77,14 +75,10 @@ def test_length_pairs(seqlen_q, seqlen_k, rung, fast_machine):
 @pytest.mark.parametrize("num_warps", range(1, 9))
 def test_warps(num_warps, rung):
     """Every number of warps computes the same attention (tiles made for it)."""
-    q, k, v = random_qkv(1, 20, 35, 1, 1, 16, np.float32, seed=num_warps)
-    out, lse = poisoned(q.shape, np.float32), poisoned((1, 1, 20), np.float32)
-    tensors = ForwardTensors(
-        q, k, v, out, lse, np.float32(0.25), True, "float32", lambda s: poisoned(s, np.float32)
-    )
+    qkv = random_qkv(1, 20, 35, 1, 1, 16, np.float32, seed=num_warps)
     config = TileConfig(16, row_step(num_warps), col_step(num_warps), num_warps)
-    SimulatorMachine(SIMULATOR).run(RUNGS[rung].plan_forward(tensors, config))
-    assert_attention(out, lse, q, k, v, causal=True)
+    out, lse, _ = run_rung(RUNGS[rung].plan_forward, qkv, config, SIMULATOR, causal=True)
+    assert_attention(out, lse, *qkv, causal=True)
 
 
 @rungs

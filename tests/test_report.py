@@ -16,9 +16,10 @@ from fa2_numba.config import TileConfig
 from fa2_numba.device import device_function
 from fa2_numba.errors import ArgumentError, ArgumentTypeError
 from fa2_numba.kernels import fa2_split_q
-from fa2_numba.launch import ForwardTensors, SimulatorMachine
 from fa2_numba.simulator import OutOfBoundsError
-from fa2_numba.testing import poisoned, random_qkv
+from fa2_numba.testing import random_qkv
+
+from .conftest import run_rung
 
 WARP = 32
 both_modes = pytest.mark.parametrize("checks", [True, False], ids=["checked", "unchecked"])
@@ -540,13 +541,10 @@ def test_report_must_be_a_bool_and_needs_the_simulator(monkeypatch):
 
 
 def run_split_q(simulator, length=40, head_dim=32, tiles=None):
-    q, k, v = random_qkv(1, length, length, 1, 1, head_dim, np.float32)
-    out, lse = poisoned(q.shape, np.float32), poisoned((1, 1, length), np.float32)
-    tensors = ForwardTensors(
-        q, k, v, out, lse, np.float32(0.2), True, "float32", lambda s: poisoned(s, np.float32)
-    )
-    launches = fa2_split_q.plan_forward(tensors, tiles or TileConfig(head_dim, 16, 16))
-    return SimulatorMachine(simulator).run(launches), out
+    qkv = random_qkv(1, length, length, 1, 1, head_dim, np.float32)
+    tiles = tiles or TileConfig(head_dim, 16, 16)
+    out, _, reports = run_rung(fa2_split_q.plan_forward, qkv, tiles, simulator, causal=True)
+    return reports, out
 
 
 def test_counts_depend_on_nothing_but_the_kernel():

@@ -10,11 +10,12 @@ import pytest
 from fa2_numba import RUNGS
 from fa2_numba.config import TileConfig, choose_tiles
 from fa2_numba.errors import ArgumentError
-from fa2_numba.launch import ForwardTensors, SimulatorMachine
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts, Simulator
-from fa2_numba.testing import poisoned, random_qkv
+from fa2_numba.testing import random_qkv
 from fa2_numba.traffic import predict
+
+from .conftest import run_rung
 
 DTYPES = {4: np.float32, 2: np.float16}
 SMALL = TileConfig(16, 16, 16, 4)
@@ -42,17 +43,10 @@ RAGGED = {
 def count(rung, problem, config):
     """What the simulator counts; outputs start as NaN."""
     p, dtype = problem, DTYPES[problem.itemsize]
-    q, k, v = random_qkv(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.kv_heads, p.head_dim, dtype)
-    out, lse = poisoned(q.shape, dtype), poisoned((p.batch, p.heads, p.seqlen_q), np.float32)
-    tensors = ForwardTensors(
-        *(q, k, v, out, lse),
-        np.float32(0.3),
-        p.causal,
-        np.dtype(dtype).name,
-        lambda shape: poisoned(shape, np.float32),
-    )
+    qkv = random_qkv(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.kv_heads, p.head_dim, dtype)
     simulator = Simulator(checks=False, counts=True, progress=False)
-    return sum(SimulatorMachine(simulator).run(RUNGS[rung].plan_forward(tensors, config))).total
+    *_, reports = run_rung(RUNGS[rung].plan_forward, qkv, config, simulator, p.causal)
+    return sum(reports).total
 
 
 def differences(counted, predicted, leave_out=()):
