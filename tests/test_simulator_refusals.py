@@ -9,18 +9,22 @@ import inspect
 import re
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 from greenlet import greenlet
 from numba import cuda
 from numba.cuda import libdevice
-from numba.cuda.types import float16, float32, int32
+from numba.cuda.types import float16, float32, int32, uint32
 
 from fa2_numba.constants import FULL_MASK, KIB
+from fa2_numba.device.ptx import cp_async_16, global_address, ld_global_v4_b32, shared_address
 from fa2_numba.simulator import (
+    AsyncCopyError,
     BarrierError,
     LaunchError,
+    MisalignedError,
     OutOfBoundsError,
     RaceError,
     RunTooLongError,
@@ -43,7 +47,7 @@ def marked_line(kernel, mark: str) -> str:
     """`file.py:12`, where `mark` is a comment in the kernel."""
     source, first = inspect.getsourcelines(kernel.py_func)
     (offset,) = [i for i, line in enumerate(source) if line.rstrip().endswith(f"# {mark}")]
-    return f"test_simulator_refusals.py:{first + offset}:"
+    return f"{Path(inspect.getsourcefile(kernel.py_func)).name}:{first + offset}:"
 
 
 def refused(kernel, kind, *, threads=32, blocks=1, shared_bytes=0, seed=None, out=None):
@@ -1053,10 +1057,29 @@ def votes_of_two_kinds(out):
         cuda.all_sync(FULL_MASK, True)  # second
 
 
+@cuda.jit
+def misaligned_vector(out):
+    vector = cuda.local.array((1, 4), uint32)
+    if cuda.threadIdx.x == 5:
+        ld_global_v4_b32(vector, 0, 0, global_address(out) + 4)  # bad
+
+
+@cuda.jit
+def read_before_the_copy_came(out):
+    tile = cuda.shared.array(4, float32, alignment=128)
+    if cuda.threadIdx.x == 4:
+        cp_async_16(shared_address(tile), global_address(out), 16)  # first
+    cuda.syncwarp()
+    if cuda.threadIdx.x == 5:
+        out[0] = tile[0]  # second
+
+
 ERRORS = [
     (OutOfBoundsError, global_past_the_end, (0, 0, 0), ABOUT_5, ["bad"]),
     (UninitialisedReadError, reads_unwritten, (0, 0, 0), ABOUT_5, ["bad"]),
     (RaceError, race_of_5, (0, 0, 0), ABOUT_5, ["first", "second"]),
+    (MisalignedError, misaligned_vector, (0, 0, 0), ABOUT_5, ["bad"]),
+    (AsyncCopyError, read_before_the_copy_came, (0, 0, 0), ABOUT_5, ["first", "second"]),
     (BarrierError, barrier_without_5, (0, 0, 0), ABOUT_5, ["bad"]),
     (BarrierError, barriers_of_two_kinds, (0, 0, 0), ABOUT_5, ["first", "second"]),
     (WarpError, shuffle_without_5, (0, 0, 0), ABOUT_5, ["bad"]),

@@ -16,10 +16,19 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from numba import cuda
-from numba.cuda.types import float32, int32
+from numba.cuda.types import float32, int32, uint32
 
 from fa2_numba.config import TileConfig
 from fa2_numba.constants import FULL_MASK
+from fa2_numba.device.ptx import (
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group_0,
+    global_address,
+    ldmatrix_x4,
+    mma_m16n8k16_float16,
+    shared_address,
+)
 from fa2_numba.ladder import RUNGS
 from fa2_numba.launch import ForwardTensors
 from fa2_numba.simulator import (
@@ -65,6 +74,25 @@ def warp_sum(x, y):
     for step in range(5):
         total += cuda.shfl_xor_sync(FULL_MASK, total, 1 << step)
     y[cuda.threadIdx.x] = total
+
+
+@cuda.jit
+def multiply_ones(x, y):
+    tile = cuda.shared.array((32, 4), uint32, alignment=128)
+    lane = cuda.threadIdx.x
+    cp_async_16(shared_address(tile[lane]), global_address(x) + 16 * lane, 16)
+    cp_async_commit_group()
+    cuda.syncthreads()
+    cp_async_wait_group_0()
+    cuda.syncthreads()
+    A_reg = cuda.local.array((2, 2), uint32)
+    C_reg = cuda.local.array((2, 2), float32)
+    ldmatrix_x4(A_reg, 0, 0, shared_address(tile[lane]))
+    for i in range(2):
+        for j in range(2):
+            C_reg[i, j] = float32(0)
+    mma_m16n8k16_float16(C_reg, 0, 0, A_reg, 0, 0, A_reg, 0, 0)
+    y[lane] = C_reg[1, 1]
 
 
 @cuda.jit
@@ -681,6 +709,24 @@ def test_threads_by_index():
     for wrong in (32, -1, (4, 0), (0, 0, 1), "0", 1.5, (), True, (True, 1), (1.0, 1)):
         with pytest.raises(ValueError, match="thread"):
             stepper.locals(wrong)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_instructions_are_stepped_over(checks):
+    ones, y = np.full(128, 0x3C003C00, np.uint32), np.zeros(32, np.float32)
+    stepper = stepper_of(multiply_ones, ones, y, threads=32, checks=checks)
+    stepper.to_barrier()
+    tile = stepper.shared()["tile"]
+    assert tile.mask.all() if checks else (tile == 0xFFFFFFFF).all()
+    stepper.to_barrier()
+    np.testing.assert_array_equal(stepper.shared()["tile"], ones.reshape(32, 4))
+    stepper.all_to_line("ldmatrix_x4(")
+    stepper.next_statement((5, 0, 0))
+    assert stepper.to_warp_event().operation == "mma_m16n8k16_float16"
+    assert "waiting for" not in str(stepper)
+    assert stepper.locals((5, 0, 0))["A_reg"][1, 1] == 0x3C003C00
+    stepper.finish()
+    assert (y == 16).all()
 
 
 def test_text_shows_event_source_threads_and_shared_memory():

@@ -1,8 +1,10 @@
 """A CUDA machine in Python: runs `@cuda.jit` kernels thread by thread, refuses their mistakes."""
 
 from fa2_numba.simulator.errors import (
+    AsyncCopyError,
     BarrierError,
     LaunchError,
+    MisalignedError,
     OutOfBoundsError,
     RaceError,
     RunTooLongError,
@@ -23,12 +25,14 @@ from fa2_numba.simulator.report import (
 from fa2_numba.simulator.run import Simulator, simulate
 
 __all__ = [
+    "AsyncCopyError",
     "BarrierError",
     "BlockCounts",
     "Comparison",
     "Counts",
     "LaunchError",
     "LineTraffic",
+    "MisalignedError",
     "OutOfBoundsError",
     "RaceError",
     "Report",

@@ -20,11 +20,16 @@ from types import CodeType, FrameType, FunctionType
 import numpy as np
 from greenlet import getcurrent
 from numba import cuda
+from numba.cuda.types import float32
 
 from fa2_numba.constants import WARP_SIZE
+from fa2_numba.device.ptx import Instruction
 from fa2_numba.simulator import hooks
+from fa2_numba.simulator.addresses import Access, Argument, byte_bounds
 from fa2_numba.simulator.arithmetic import (
+    MULTIPLY_ADDS,
     OPERATIONS,
+    SPECIAL_CALLS,
     counted_builtins,
     counted_fma,
     counted_meanings,
@@ -40,6 +45,7 @@ from fa2_numba.simulator.memory import (
     SharedArray,
     SimulatedArray,
 )
+from fa2_numba.simulator.regions import SharedRegion
 from fa2_numba.simulator.report import BlockCounts, Counts, LineTraffic, Report, Traffic
 from fa2_numba.simulator.requests import (
     LOG_COLUMNS,
@@ -58,6 +64,9 @@ MAX_CALL_PATHS = 1 << 15
 
 ARRAY_ALIGNMENT = 256
 """Bytes; where arrays begin, as the allocators of GPUs place them."""
+
+SYNCHRONOUS = False
+"""Last in the key of a log; True in that of asynchronous copies."""
 
 VOTES = ("all_sync", "any_sync", "eq_sync", "ballot_sync", "match_any_sync", "match_all_sync")
 
@@ -128,12 +137,32 @@ class LaunchCounter(Observer):
         """One instruction of a warp."""
         if operation == "syncwarp":
             self._events["warp_syncs"] += 1
-        else:
-            self._events["votes" if operation in VOTES else "shuffles"] += 1
+        elif operation in VOTES:
+            self._events["votes"] += 1
+        elif operation.startswith("shfl_"):
+            self._events["shuffles"] += 1
 
     def atomic_done(self) -> None:
         """One atomic update by one thread."""
         self._events["atomics"] += 1
+
+    def instruction_done(self, what: Instruction) -> None:
+        """A product or a load of matrices by a warp; what gives a float32 is a function of it."""
+        if what.multiply_adds:
+            self._events["tensor_core_instructions"] += 1
+            self._tallies[MULTIPLY_ADDS] += what.multiply_adds
+        elif what.collective:
+            self._events["matrix_loads"] += 1
+        elif what.result == float32:
+            self._tallies[SPECIAL_CALLS] += 1
+
+    def address_used(self, access: Access, owner: SharedRegion | Argument) -> None:
+        """Log it, global memory as its array does."""
+        thread, (code, lasti) = getcurrent(), access.place
+        key = access.space, "store" if access.stored else "load", access.size, access.asynchronous
+        site = thread.call + id(code) + lasti
+        shift = owner.array.shift if access.space == "global" else 0
+        thread.logs[key].extend((thread.position, site, access.address + shift))
 
     def _collect(self, block: Block) -> None:
         for warp in block.warps:
@@ -142,12 +171,14 @@ class LaunchCounter(Observer):
                 self._count_requests(_taken([t.logs[kind] for t in warp.threads]), *kind)
 
     def _count_requests(
-        self, logs: list[np.ndarray], space: str, access: str, itemsize: int
+        self, logs: list[np.ndarray], space: str, access: str, itemsize: int, asynchronous: bool
     ) -> None:
         if not any(map(len, logs)):
             return
         sites, addresses = warp_requests([self._at_starts(log) for log in logs])
         lanes = (addresses >= 0).sum(axis=1)
+        if asynchronous and access == "store":
+            self._events["async_copies"] += len(sites)
         if space == "global":
             third = {"sectors": count_sectors(addresses, itemsize)}
         else:
@@ -283,8 +314,8 @@ class _Logged:
 
     def __init__(self, values: np.ndarray, *others: object) -> None:
         super().__init__(values, *others)
-        self._load_log = self.space, "load", values.dtype.itemsize
-        self._store_log = self.space, "store", values.dtype.itemsize
+        self._load_log = self.space, "load", values.dtype.itemsize, SYNCHRONOUS
+        self._store_log = self.space, "store", values.dtype.itemsize, SYNCHRONOUS
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
         """Log a read."""
@@ -315,12 +346,12 @@ class _LoggedGlobal(_Logged, SimulatedArray):
 
     def __init__(self, values: np.ndarray, name: object, shift: int) -> None:
         super().__init__(values, values, name)
-        self._shift = shift
+        self.shift = shift
         self._first = values.__array_interface__["data"][0] + shift
         self._strides = values.strides
 
     def _view(self, values: np.ndarray, elements: np.ndarray) -> _LoggedGlobal:
-        return _LoggedGlobal(values, self._view_name(), self._shift)
+        return _LoggedGlobal(values, self._view_name(), self.shift)
 
     def address(self, element: int, index: tuple) -> int:
         """Where an element of global memory lies."""
@@ -351,7 +382,7 @@ def _counted_kinds(checks: bool) -> ArrayKinds:
 
     def argument(values: np.ndarray, name: str) -> _LoggedGlobal:
         nonlocal end
-        lowest, highest = _byte_bounds(values)
+        lowest, highest = byte_bounds(values)
         shift = end - lowest
         end += -(-(highest - lowest) // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
         return _LoggedGlobal(values, name, shift)
@@ -361,20 +392,14 @@ def _counted_kinds(checks: bool) -> ArrayKinds:
             argument,
             lambda a: _LoggedShared(a.values, a.elements, a.name, a.region),
             CHECKED.local,
+            checks=True,
         )
     return ArrayKinds(
         argument,
         lambda a: _LoggedUncheckedShared(a.values, a.elements, a.name),
         UNCHECKED.local,
+        checks=False,
     )
-
-
-def _byte_bounds(values: np.ndarray) -> tuple[int, int]:
-    """The addresses of an array's first byte, and of the first one behind it."""
-    first = values.__array_interface__["data"][0]
-    reach = [(size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True)]
-    lowest = first + sum(step for step in reach if step < 0)
-    return lowest, first + sum(step for step in reach if step > 0) + values.itemsize
 
 
 def _new_log() -> array:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
 from fa2_numba.constants import WARP_SIZE
 from fa2_numba.simulator.errors import BarrierError, SimulationError, ThreadError, WarpError
-from fa2_numba.simulator.memory import BlockMemory, SharedArray, Stamp
+from fa2_numba.simulator.memory import BlockMemory
+from fa2_numba.simulator.regions import AsyncCopies, Name, SharedRegion, Stamp
 from fa2_numba.simulator.source import (
     MARKER,
     Place,
@@ -25,6 +27,10 @@ from fa2_numba.simulator.source import (
     line_number,
     ranges,
 )
+
+if TYPE_CHECKING:
+    from fa2_numba.device.ptx import Instruction
+    from fa2_numba.simulator.addresses import Access, Argument
 
 Index = tuple[int, int, int]
 
@@ -55,7 +61,8 @@ class Thread(greenlet):
         self.clock = 1
         self.seen = block.nothing_seen
         self.waiting: Waiting | None = None
-        self.unwritten: tuple[SharedArray, tuple, Stamp, int] | None = None
+        self.unwritten: tuple[SharedRegion, int, int, Stamp, Name] | None = None
+        self.copies = AsyncCopies()
         self.result: object = None
 
     def run(self) -> None:
@@ -75,13 +82,15 @@ class Thread(greenlet):
         self.waiting = None
         self.block.ready.append(self)
 
-    def await_verdict(self, array: SharedArray, index: tuple, stamp: Stamp, granule: int) -> None:
+    def await_verdict(
+        self, region: SharedRegion, first: int, size: int, stamp: Stamp, name: Name
+    ) -> None:
         """Park at a read of memory nobody wrote, until the others show whether they write it.
 
         If one does before the next barrier it is a race, else the memory is uninitialised;
         either way the launch ends with that error.
         """
-        self.unwritten = (array, index, stamp, granule)
+        self.unwritten = (region, first, size, stamp, name)
         self.park(Waiting("the writer of what it read", call_chain()))
 
     def stands(self, place: Place, doing: str = "") -> str:
@@ -107,20 +116,26 @@ class Warp:
         value: object,
         combine: Callable[[list], object] = lambda values: values,
         orders_memory: bool = False,
+        aligned: bool = False,
     ) -> object:
-        """Wait until all lanes of `mask` are here; each gets `combine(values by lane)`."""
-        thread = getcurrent()
+        """Wait until all lanes of `mask` are here; each gets `combine(values by lane)`.
+
+        aligned: they must come from one place.
+        """
+        thread, chain = getcurrent(), call_chain()
         mask &= (1 << WARP_SIZE) - 1
         if not mask >> thread.lane & 1:
             what = f"{operation} by a lane that its own mask {mask:#010x} leaves out"
             raise thread.block.error_here(WarpError, what)
         here = self.meetings.setdefault(mask, [])
         if here and here[0].waiting.operation != operation:
-            raise self._misfit(mask, here[0], operation)
+            raise self._misfit(mask, here[0], operation, "different operations")
+        if here and aligned and here[0].waiting.chain != chain:
+            raise self._misfit(mask, here[0], operation, "one operation at different places")
         here.append(thread)
         expected = [t for t in self.threads if mask >> t.lane & 1]
         if len(here) < len(expected):
-            return thread.park(Waiting(operation, call_chain(), value, mask))
+            return thread.park(Waiting(operation, chain, value, mask))
         del self.meetings[mask]
         values: list[object] = [None] * WARP_SIZE
         for other in here:
@@ -134,14 +149,14 @@ class Warp:
         return result
 
     @staticmethod
-    def _misfit(mask: int, first: Thread, operation: str) -> Exception:
+    def _misfit(mask: int, first: Thread, operation: str, meeting: str) -> Exception:
         thread = getcurrent()
         places = [first.waiting.chain[0], kernel_place()]
         details = [
             first.stands(places[0], f"is in {first.waiting.operation} "),
             thread.stands(places[1], f"is in {operation} "),
         ]
-        what = f"lanes of one mask {mask:#010x} meet in different operations"
+        what = f"lanes of one mask {mask:#010x} meet in {meeting}"
         return thread.block.error(WarpError, what, details, places)
 
 
@@ -162,6 +177,12 @@ class Observer:
 
     def atomic_done(self) -> None:
         """The running thread has updated an element atomically."""
+
+    def address_used(self, access: Access, owner: SharedRegion | Argument) -> None:
+        """The running thread loads from an address, or stores to it."""
+
+    def instruction_done(self, what: Instruction) -> None:
+        """The running thread has carried out an instruction, or its warp has a collective one."""
 
 
 class Block:
@@ -303,8 +324,8 @@ class Block:
     def _stuck(self) -> SimulationError:
         for thread in self.threads:
             if thread.unwritten:
-                array, index, stamp, granule = thread.unwritten
-                return array.verdict(index, stamp, granule)
+                region, *read = thread.unwritten
+                return region.verdict(*read)
         for warp in self.warps:
             for mask, here in warp.meetings.items():
                 missing = [t for t in warp.threads if mask >> t.lane & 1 and t not in here]

@@ -28,7 +28,7 @@ class SimulationError(Exception):
 
 
 class OutOfBoundsError(SimulationError, IndexError):
-    """An index outside its array."""
+    """An index outside its array, or an address outside all memory of its kind."""
 
 
 class UninitialisedReadError(SimulationError):
@@ -37,6 +37,14 @@ class UninitialisedReadError(SimulationError):
 
 class RaceError(SimulationError):
     """Two threads touched one shared address, one of them writing, with no barrier between."""
+
+
+class MisalignedError(SimulationError):
+    """An address that is no multiple of the number of bytes accessed there."""
+
+
+class AsyncCopyError(SimulationError):
+    """An access to shared memory that an asynchronous copy, not waited for, is still to fill."""
 
 
 class BarrierError(SimulationError):

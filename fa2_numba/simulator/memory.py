@@ -1,28 +1,21 @@
-"""Arrays as a simulated kernel sees them: every access is checked for bounds, value and races.
-
-A race is found by its definition, not by luck of the schedule: every thread keeps a vector clock
-(`Thread.seen`), every shared granule remembers who wrote it and who read it at which clock, and an
-access that no barrier orders after an earlier one of another thread is refused, whichever thread
-happened to run first (the happens-before relation of Lamport 1978, as in FastTrack, PLDI 2009).
-"""
+"""Arrays as a simulated kernel sees them: every access is checked for bounds, value and races."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import numpy as np
 from greenlet import getcurrent
 
 from fa2_numba.simulator.errors import (
     OutOfBoundsError,
-    RaceError,
     SharedMemoryError,
     UninitialisedReadError,
 )
+from fa2_numba.simulator.regions import SharedRegion
 from fa2_numba.simulator.source import (
     Place,
     kernel_frame,
@@ -31,11 +24,8 @@ from fa2_numba.simulator.source import (
 )
 from fa2_numba.simulator.values import cast_to
 
-if TYPE_CHECKING:
-    from fa2_numba.simulator.engine import Thread
-
-Stamp = tuple["Thread", int, CodeType, int]
-"""Who touched a granule: thread, its clock then, code and instruction."""
+REGION_ALIGNMENT = 1024
+"""Bytes; where the regions of shared memory begin. The largest that any instruction asks for."""
 
 
 class SimulatedArray:
@@ -188,41 +178,6 @@ class LocalArray(SimulatedArray):
         self.written[element] = 1
 
 
-class SharedRegion:
-    """Bytes that a block shares, and for every granule of them who touched it.
-
-    That is the last plain write, and since then the last read and the last atomic update by each
-    thread. A granule is the smallest element any view of the region has had so far, so that two
-    threads that write neighbouring halves of one word are not mistaken for a race.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.bytes = np.full(size, 0xFF, np.uint8)
-        self.granule = max(size, 1)
-        self.writer: list[Stamp | None] = [None]
-        self.readers: list[dict[Thread, Stamp] | None] = [None]
-        self.updaters: list[dict[Thread, Stamp] | None] = [None]
-
-    def view(self, dtype: np.dtype, offset: int, shape: object, name: object) -> SharedArray:
-        """The region's bytes from `offset` on as an array of `dtype`."""
-        self.refine(dtype.itemsize)
-        flat = self.bytes[offset:]
-        flat = flat[: flat.size // dtype.itemsize * dtype.itemsize].view(dtype)
-        elements = np.arange(flat.size) + offset // dtype.itemsize
-        return SharedArray(flat.reshape(shape), elements.reshape(shape), name, self)
-
-    def refine(self, itemsize: int) -> None:
-        """Split the granules so that none is larger than `itemsize`."""
-        if itemsize < self.granule:
-            copies = -(-self.granule // itemsize)
-            self.writer = [stamp for stamp in self.writer for _ in range(copies)]
-            self.readers, self.updaters = (
-                [stamps and dict(stamps) for stamps in per_granule for _ in range(copies)]
-                for per_granule in (self.readers, self.updaters)
-            )
-            self.granule = itemsize
-
-
 class SharedArray(SimulatedArray):
     """A view of a block's shared memory."""
 
@@ -239,81 +194,21 @@ class SharedArray(SimulatedArray):
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
         """Refuse a read that no barrier orders after a write; remember it for later writes."""
-        region = self.region
         thread = getcurrent()
         stamp = (thread, thread.clock, frame.f_code, frame.f_lasti)
-        for granule in self._granules(element):
-            writer = region.writer[granule]
-            if writer is None:
-                thread.await_verdict(self, index, stamp, granule)
-            elif writer[0] is not thread and thread.seen[writer[0].number] < writer[1]:
-                raise self.race(index, stamp, "reads", writer, "wrote")
-            if region.updaters[granule]:
-                self._refuse_unordered(index, stamp, "reads", region.updaters[granule], "updated")
-            readers = region.readers[granule]
-            if readers is None:
-                region.readers[granule] = {thread: stamp}
-            else:
-                readers[thread] = stamp
+        size = self.values.itemsize
+        self.region.read(element * size, size, stamp, lambda: self._named(index))
 
     def note_write(self, element: int, index: tuple, frame: FrameType, atomic: bool) -> None:
         """Refuse a write that no barrier orders after an access; atomic ones need no order."""
-        region = self.region
         thread = getcurrent()
         stamp = (thread, thread.clock, frame.f_code, frame.f_lasti)
-        does = "updates" if atomic else "writes"
-        for granule in self._granules(element):
-            writer = region.writer[granule]
-            if writer is None:
-                if atomic:
-                    thread.await_verdict(self, index, stamp, granule)
-            elif writer[0] is not thread and thread.seen[writer[0].number] < writer[1]:
-                raise self.race(index, stamp, does, writer, "wrote")
-            if region.readers[granule]:
-                self._refuse_unordered(index, stamp, does, region.readers[granule], "read")
-            if atomic:
-                region.updaters[granule] = {**(region.updaters[granule] or {}), thread: stamp}
-                continue
-            if region.updaters[granule]:
-                self._refuse_unordered(index, stamp, does, region.updaters[granule], "updated")
-            region.writer[granule] = stamp
-            region.readers[granule] = region.updaters[granule] = None
+        size = self.values.itemsize
+        note = self.region.update if atomic else self.region.write
+        note(element * size, size, stamp, lambda: self._named(index))
 
-    def _refuse_unordered(
-        self, index: tuple, now: Stamp, does: str, before: dict[Thread, Stamp], did: str
-    ) -> None:
-        thread = now[0]
-        for stamp in before.values():
-            if stamp[0] is not thread and thread.seen[stamp[0].number] < stamp[1]:
-                raise self.race(index, now, does, stamp, did)
-
-    def _granules(self, element: int) -> range | tuple[int]:
-        itemsize = self.values.itemsize
-        granule = self.region.granule
-        if itemsize == granule:
-            return (element,)
-        first = element * itemsize // granule
-        return range(first, first + -(-itemsize // granule))
-
-    def verdict(self, index: tuple, reader: Stamp, granule: int) -> Exception:
-        """Why a read of a granule nobody had written is wrong, once the others have gone on."""
-        writer = self.region.writer[granule]
-        if writer is not None and writer[0] is not reader[0]:
-            return self.race(index, writer, "writes", reader, "read")
-        what = f"read of shared array {self.element_name(index)} that nothing wrote"
-        thread, _, *place = reader
-        return thread.block.error(
-            UninitialisedReadError, what, [thread.stands(place)], [place], thread
-        )
-
-    def race(self, index: tuple, now: Stamp, does: str, before: Stamp, did: str) -> RaceError:
-        """The error about two accesses that no barrier orders."""
-        what = f"race on shared array {self.element_name(index)}: no barrier orders two accesses"
-        details = [
-            before[0].stands(before[2:], f"{did} it "),
-            now[0].stands(now[2:], f"{does} it "),
-        ]
-        return now[0].block.error(RaceError, what, details, [before[2:], now[2:]], now[0])
+    def _named(self, index: tuple) -> str:
+        return f"array {self.element_name(index)}"
 
 
 class _Name:
@@ -386,37 +281,52 @@ class ArrayKinds:
     """How the arrays of a launch are made.
 
     argument(values, name): of a launch argument; shared(array): of a checked view of shared memory;
-    local(shape, dtype, site): one thread's own.
+    local(shape, dtype, site): one thread's own. checks: whether they, and accesses by address, are
+    checked for races and for memory that nobody wrote.
     """
 
     argument: Callable[[np.ndarray, str], object]
     shared: Callable[[SharedArray], object]
     local: Callable[[object, np.dtype, Place], object]
+    checks: bool
 
 
 CHECKED = ArrayKinds(
     lambda values, name: GlobalArray(values, None, name),
     lambda array: array,
     LocalArray.allocate,
+    checks=True,
 )
 UNCHECKED = ArrayKinds(
     lambda values, name: plain(values),
     lambda array: plain(array.values),
     lambda shape, dtype, site: plain(np.empty(shape, dtype)),
+    checks=False,
 )
 
 
 class BlockMemory:
-    """The shared memory of one block: static arrays by the call that makes them; dynamic bytes."""
+    """The shared memory of one block: static arrays by the call that makes them; dynamic bytes.
+
+    regions: all of it, by address; none begins at 0. arguments: what addresses in global memory
+    may lead to.
+    """
 
     def __init__(
-        self, dynamic_bytes: int, static_limit: int, total_limit: int, kinds: ArrayKinds
+        self,
+        dynamic_bytes: int,
+        static_limit: int,
+        total_limit: int,
+        kinds: ArrayKinds,
+        arguments: tuple = (),
     ) -> None:
-        self.dynamic = SharedRegion(dynamic_bytes)
+        self.regions: list[SharedRegion] = []
+        self.dynamic = self._region(dynamic_bytes, "dynamic shared memory")
         self.dynamic_bytes = dynamic_bytes
         self.static_limit = static_limit
         self.total_limit = total_limit
         self.kinds = kinds
+        self.arguments = arguments
         self.static_bytes = 0
         self.arrays: dict[tuple, object] = {}
 
@@ -445,10 +355,22 @@ class BlockMemory:
                 f"{self.static_bytes} static and {self.dynamic_bytes} dynamic bytes of shared "
                 f"memory: a block of this architecture has {self.total_limit}"
             )
-        return self._view(SharedRegion(size), dtype, shape, site)
+        return self._view(self._region(size, _Name(site, "shared")), dtype, shape, site)
+
+    def _region(self, size: int, name: object) -> SharedRegion:
+        """More shared memory, with a gap before it: what runs over the end meets nothing."""
+        end = self.regions[-1].end if self.regions else 0
+        start = (end // REGION_ALIGNMENT + 1) * REGION_ALIGNMENT
+        self.regions.append(SharedRegion(size, start, name))
+        return self.regions[-1]
 
     def _view(self, region: SharedRegion, dtype: np.dtype, shape: tuple, site: tuple) -> object:
-        return self.kinds.shared(region.view(dtype, 0, shape, _Name(site, "shared")))
+        flat = region.bytes[: region.bytes.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        elements = np.arange(flat.size)
+        array = SharedArray(
+            flat.reshape(shape), elements.reshape(shape), _Name(site, "shared"), region
+        )
+        return self.kinds.shared(array)
 
 
 def _too_much(what: str) -> Exception:

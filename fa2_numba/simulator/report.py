@@ -66,10 +66,12 @@ class Traffic(_Sum):
 class Counts(Traffic):
     """All that is counted.
 
-    barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp.
+    barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp; so are
+        tensor_core_instructions (`mma`), matrix_loads (`ldmatrix`) and async_copies (`cp.async`).
     atomics: atomic updates, once for a thread, which are no loads or stores here.
     special_calls: exp, log, sqrt and the like of float32, once for a thread; so are the following.
-    multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations.
+    multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations; those of
+        tensor-core instructions too.
     additions, multiplications, divisions, maxima: all other float32 operations.
 
     Constants that a kernel captures (global NumPy arrays) and local arrays are no memory traffic.
@@ -80,6 +82,9 @@ class Counts(Traffic):
     shuffles: int = 0
     votes: int = 0
     atomics: int = 0
+    tensor_core_instructions: int = 0
+    matrix_loads: int = 0
+    async_copies: int = 0
     special_calls: int = 0
     multiply_adds: int = 0
     additions: int = 0
@@ -109,11 +114,17 @@ SUMMARY = (
     "barriers",
     "shuffles",
     "atomics",
+    "tensor_core_instructions",
+    "matrix_loads",
+    "async_copies",
     "special_calls",
     "matmul_flops",
     "other_flops",
 )
 """The numbers that tell most, in the order they are shown."""
+
+TENSOR_CORE = ("tensor_core_instructions", "matrix_loads", "async_copies")
+"""What is shown only of kernels that do it."""
 
 DETAILS = tuple(field.name for field in fields(Counts))
 
@@ -234,7 +245,7 @@ class Report(_Shown):
 
     def _totals(self, blocks: int) -> Table:
         table = _table("", "total", "per block")
-        for name in self.counted:
+        for name in _rows(self):
             value = getattr(self, name)
             table.add_row(name, f"{value:,}", f"{value / blocks:,.1f}".removesuffix(".0"))
         return table
@@ -274,11 +285,22 @@ class Comparison(_Shown):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = _table("", self.first.name, self.second.name, "ratio")
-        for name, ratio in self.ratios.items():
+        for name in _rows(self.first, self.second):
+            ratio = self.ratios[name]
             first, second = getattr(self.first, name), getattr(self.second, name)
             shown = "" if ratio != ratio else f"{ratio:.3g}"
             table.add_row(name, f"{first:,}", f"{second:,}", shown)
         yield table
+
+
+def _rows(*reports: Report) -> list[str]:
+    """The names of SUMMARY to show: those that all reports know."""
+    return [
+        name
+        for name in SUMMARY
+        if all(name in report.counted for report in reports)
+        and not (name in TENSOR_CORE and all(getattr(report, name) == 0 for report in reports))
+    ]
 
 
 def _ratio(first: int, second: int) -> float:

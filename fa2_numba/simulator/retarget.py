@@ -17,6 +17,9 @@ import numpy as np
 from numba import cuda
 from numba.cuda.dispatcher import CUDADispatcher
 
+from fa2_numba.device.ptx import Instruction
+from fa2_numba.simulator.addresses import ADDRESS_FUNCTIONS
+from fa2_numba.simulator.instructions import simulated
 from fa2_numba.simulator.machine import CUDA
 from fa2_numba.simulator.memory import plain
 from fa2_numba.simulator.source import MARKER
@@ -80,8 +83,7 @@ class Retargeting:
             return SimulatedModule(value, self.meaning)
         if isinstance(value, np.ndarray):
             return plain(value)
-        simulated = getattr(value, "simulated", None)
-        return simulated if callable(simulated) else scalar_value(value)
+        return _intrinsic_meaning(value) or scalar_value(value)
 
     def function(self, function: FunctionType) -> FunctionType:
         """A copy of `function` that runs in the simulator, and of the device functions it calls."""
@@ -116,6 +118,18 @@ class SimulatedModule:
 
 
 PLAIN = Retargeting()
+
+
+def _intrinsic_meaning(value: object) -> Callable | None:
+    """What one of our own intrinsics stands for; None if `value` is no such thing."""
+    what = getattr(value, "instruction", None)
+    if isinstance(what, Instruction):
+        return simulated(what)
+    space = getattr(value, "address_space", None)
+    if isinstance(space, str):
+        return ADDRESS_FUNCTIONS[space]
+    meaning = getattr(value, "simulated", None)
+    return meaning if callable(meaning) else None
 
 
 def _with_float64_literals(code: CodeType) -> CodeType:

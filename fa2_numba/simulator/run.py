@@ -22,6 +22,7 @@ from fa2_numba.constants import (
     SHARED_BYTES_PER_BLOCK,
     STATIC_SHARED_BYTES,
 )
+from fa2_numba.simulator.addresses import global_arguments
 from fa2_numba.simulator.counting import LaunchCounter
 from fa2_numba.simulator.engine import Block, Index, Observer
 from fa2_numba.simulator.errors import LaunchError, SimulationError
@@ -152,12 +153,15 @@ class Launch:
         observer = observer or self.counter
         seed = self.simulator.seed
         rng = None if seed is None else random.Random(int(seed))
+        named = zip(self.function.__code__.co_varnames, self.arguments, strict=False)
+        arguments = global_arguments(named)
         for index in _block_indices(self.grid, rng):
             memory = BlockMemory(
                 self.shared_bytes,
                 STATIC_SHARED_BYTES,
                 self.simulator.shared_bytes_per_block,
                 self.kinds,
+                arguments,
             )
             yield Block(
                 self.kernel,

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fa2_numba.constants import WARP_SIZE
+from fa2_numba.simulator.addresses import values_of
 from fa2_numba.simulator.engine import Block
 from fa2_numba.simulator.memory import LocalArray, PlainIntegers, SharedArray, SimulatedArray
 from fa2_numba.simulator.source import MARKER, describe_source_line
@@ -200,11 +201,6 @@ def _written(array: SharedArray) -> np.ndarray:
     first = array.elements * array.values.itemsize // size
     parts = range(max(1, array.values.itemsize // size))
     return np.all([granules[first + part] for part in parts], axis=0)
-
-
-def values_of(array: object) -> np.ndarray:
-    """The memory of a simulated array."""
-    return array if isinstance(array, np.ndarray) else array.values
 
 
 def shared_arrays(block: Block) -> dict[str, np.ma.MaskedArray]:

@@ -57,7 +57,10 @@ class Stepper:
         return self._session.to_barrier()
 
     def to_warp_event(self, warp: int | None = None) -> Event:
-        """Run until a shuffle, vote or syncwarp of some warp, or of warp number `warp`, is done."""
+        """Run until some warp, or warp number `warp`, has met: in a shuffle, vote or syncwarp.
+
+        Or in an instruction of all its lanes together, like `mma` and `ldmatrix`.
+        """
         warps = len(self._session.block.warps)
         if warp is not None and not (_is_integer(warp) and 0 <= warp < warps):
             raise ValueError(f"warp={warp!r}: must be 0 to {warps - 1}, or None for any warp")
