@@ -27,6 +27,14 @@ SPLIT_Q_LANES = (4, 8)
 SLICED_K_LANES = (8, 4)
 
 
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a device lets a kernel use: its compute capability, opt-in shared bytes of a block."""
+
+    compute_capability: tuple[int, int]
+    shared_bytes_per_block: int
+
+
 def row_step(num_warps: int) -> int:
     """The fewest query rows that give every lane of both layouts whole rows; block_m's divisor."""
     return math.lcm(SPLIT_Q_LANES[0] * num_warps, SLICED_K_LANES[0])
@@ -55,21 +63,21 @@ class TileConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            _require(field.name, value, isinstance(value, Integral), "an integer")
-        _require("num_warps", self.num_warps, 1 <= self.num_warps <= MAX_WARPS, "1 to 8")
-        _require(
+            require(field.name, value, isinstance(value, Integral), "an integer")
+        require("num_warps", self.num_warps, 1 <= self.num_warps <= MAX_WARPS, "1 to 8")
+        require(
             "head_dim",
             self.head_dim,
             0 < self.head_dim <= MAX_HEAD_DIM and self.head_dim % HEAD_DIM_STEP == 0,
             f"a positive multiple of {HEAD_DIM_STEP}, at most {MAX_HEAD_DIM}",
         )
-        _require(
+        require(
             "block_m",
             self.block_m,
             self.block_m > 0 and self.block_m % row_step(self.num_warps) == 0,
             f"a positive multiple of {SLICED_K_LANES[0]} and of {SPLIT_Q_LANES[0]} x num_warps",
         )
-        _require(
+        require(
             "block_n",
             self.block_n,
             self.block_n > 0 and self.block_n % col_step(self.num_warps) == 0,
@@ -166,6 +174,7 @@ def _halvings(step: int) -> list[int]:
     return [step] + [step << k for k in range(1, 7) if step << k <= 64]
 
 
-def _require(field: str, value: object, holds: bool, rule: str) -> None:
+def require(field: str, value: object, holds: bool, rule: str) -> None:
+    """Refuse a field's value with a message that names both and the rule."""
     if not holds:
         raise ValueError(f"{field}={value!r}: must be {rule}")

@@ -41,3 +41,8 @@ SHARED_BYTES_PER_BLOCK = {
 }
 """Opt-in shared memory of one thread block by compute capability (CUDA C++ Programming Guide,
 "Technical Specifications per Compute Capability"). A GPU is asked; the simulator looks here."""
+
+LOG2_E = np.float32(math.log2(math.e))
+"""exp(x) = 2^(LOG2_E x): a GPU computes powers of 2."""
+LN_2 = np.float32(math.log(2))
+"""ln x = LN_2 log2 x."""

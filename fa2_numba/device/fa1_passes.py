@@ -20,6 +20,20 @@ from fa2_numba.device.softmax import finite_max, log_sum_exp, share
 OLD, NEW = 0, 1
 
 
+@device_function
+def merge_statistics(m_old, l_old, m_tile, l_tile):
+    """m and l of a row with one more tile, and what its old O and the tile's P~ V count in them.
+
+    The new O is the sum of both, each multiplied with its factor.
+    """
+    m_new = max(m_old, m_tile)  # FA1 Alg. 1 line 11
+    old = math.exp(m_old - finite_max(m_new)) * l_old
+    new = math.exp(m_tile - finite_max(m_new))
+    l_new = old + new * l_tile
+    # Divided, not multiplied by 1 / l_new: a tile that adds nothing leaves O as it is.
+    return m_new, l_new, share(old, l_new), share(new, l_new)
+
+
 @cache
 def make_update_statistics(config: TileConfig):
     """`update_statistics(...)`: m and l of the query tile, one thread a row.
@@ -41,13 +55,8 @@ def make_update_statistics(config: TileConfig):
                 if not first:
                     m_old, l_old = m_head[i_row], l_head[i_row]  # FA1 Alg. 1 line 8
                 m_tile, l_tile = max_across(max_smem, r), sum_across(sum_smem, r)
-                m_new = max(m_old, m_tile)  # FA1 Alg. 1 line 11
-                old = math.exp(m_old - finite_max(m_new)) * l_old
-                new = math.exp(m_tile - finite_max(m_new))
-                l_new = old + new * l_tile
-                # Divided, not multiplied by 1 / l_new: a tile that adds nothing leaves O as it is.
-                scale_smem[OLD, r] = share(old, l_new)
-                scale_smem[NEW, r] = share(new, l_new)
+                m_new, l_new, old, new = merge_statistics(m_old, l_old, m_tile, l_tile)
+                scale_smem[OLD, r], scale_smem[NEW, r] = old, new
                 m_head[i_row], l_head[i_row] = m_new, l_new  # FA1 Alg. 1 line 13
                 if last:
                     # FlashAttention-1 itself keeps m and l; the interface wants their logarithm.

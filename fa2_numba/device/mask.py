@@ -1,10 +1,14 @@
 """Which keys a query sees; the others get the score -inf and so the weight exactly 0."""
 
+from collections.abc import Callable
 from functools import cache
+
+from numba.cuda import int32
 
 from fa2_numba.config import TileConfig
 from fa2_numba.constants import NEG_INF
 from fa2_numba.device import device_function
+from fa2_numba.device.layouts import ac_element
 
 
 @cache
@@ -16,14 +20,37 @@ def make_mask_scores(rows: int, cols: int, lanes: tuple[int, int], causal: bool)
     LANE_ROWS, LANE_COLS = lanes
 
     @device_function
+    def place(i, j):
+        return LANE_ROWS * i, LANE_COLS * j
+
+    return _make_mask(rows, cols, place, causal)
+
+
+@cache
+def make_mask_accumulators(rows: int, cols: int, causal: bool):
+    """The same where the thread's scores are accumulators of `mma` (`layouts.ac_element`)."""
+    element = device_function(ac_element)
+
+    @device_function
+    def place(i, j):
+        return element(0, i, j)
+
+    return _make_mask(rows, cols, place, causal)
+
+
+def _make_mask(rows: int, cols: int, place: Callable, causal: bool):
+    """place(i, j): how much further down and right element (i, j) lies than element (0, 0)."""
+
+    @device_function
     def mask_scores(S_reg, row, col, seqlen_q, seqlen_k):
         for i in range(rows):
             keys = seqlen_k
             if causal:
                 # Bottom-right alignment: the last query sees the last key.
-                keys = min(seqlen_k, row + LANE_ROWS * i + 1 + seqlen_k - seqlen_q)
+                keys = min(seqlen_k, row + place(i, 0)[0] + 1 + seqlen_k - seqlen_q)
+            visible = int32(keys - col)
             for j in range(cols):
-                if col + LANE_COLS * j >= keys:
+                if int32(place(i, j)[1]) >= visible:
                     S_reg[i, j] = NEG_INF
 
     return mask_scores

@@ -52,16 +52,28 @@ def make_over_lanes(lanes: int):
 
 
 @cache
+def make_lane_max(cols: int):
+    """`lane_max(S_reg, i)`: the maximum of what the lane holds of row i."""
+
+    @device_function
+    def lane_max(S_reg, i):
+        m = S_reg[i, 0]
+        for j in range(1, cols):
+            m = max(m, S_reg[i, j])
+        return m
+
+    return lane_max
+
+
+@cache
 def make_row_max(cols: int, lane_cols: int):
     """`row_max(S_reg, i)`: the maximum of the warp's row i, known to all lanes of the row."""
+    lane_max = make_lane_max(cols)
     max_over_lanes, _ = make_over_lanes(lane_cols)
 
     @device_function
     def row_max(S_reg, i):
-        m = S_reg[i, 0]
-        for j in range(1, cols):
-            m = max(m, S_reg[i, j])
-        return max_over_lanes(m)
+        return max_over_lanes(lane_max(S_reg, i))
 
     return row_max
 

@@ -120,3 +120,22 @@ def make_count_n_blocks(config: TileConfig, causal: bool):
         return (keys + BLOCK_N - 1) // BLOCK_N
 
     return count_n_blocks
+
+
+@cache
+def make_first_visible_row(config: TileConfig, causal: bool):
+    """`first_visible_row(first_col, seqlen_q, seqlen_k)`: where the queries of a key tile begin.
+
+    The first row of the first query tile that sees it. All tiles visit the first key tile, since
+    their output must be set even if they see no key at all.
+    """
+    BLOCK_M = config.block_m
+
+    @device_function
+    def first_visible_row(first_col, seqlen_q, seqlen_k):
+        row = 0
+        if causal and first_col > 0:
+            row = max(0, first_col + seqlen_q - seqlen_k)
+        return row // BLOCK_M * BLOCK_M
+
+    return first_visible_row

@@ -1,0 +1,244 @@
+"""Tiles of 16-bit elements between HBM and shared memory, 16 bytes a lane where that is allowed."""
+
+from functools import cache
+
+from numba import cuda
+from numba.cuda import int32, int64, uint16, uint32
+
+from fa2_numba.constants import WARP_SIZE
+from fa2_numba.device import device_function
+from fa2_numba.device.layouts import GROUP_ROWS, ac_element
+from fa2_numba.device.ptx import (
+    cp_async_4,
+    cp_async_8,
+    cp_async_16,
+    cp_async_commit_group,
+    cp_async_wait_group_0,
+    global_address,
+    ld_global_v4_b32,
+    ld_shared_v4_b32,
+    st_global_v4_b32,
+    st_shared_b32,
+    st_shared_v4_b32,
+)
+from fa2_numba.device.softmax_base2 import PACK
+from fa2_numba.device.swizzle import make_chunk_offset
+from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
+
+CP_ASYNC = {16: cp_async_16, 8: cp_async_8, 4: cp_async_4}
+CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
+
+
+@cache
+def make_copy_chunk(copy_bytes: int, turing: bool):
+    """`copy_chunk(destination, source, count)`: start to copy `count` bytes of a chunk, then zeros.
+
+    In pieces of copy_bytes, to which both addresses are aligned.
+    """
+    if turing:
+        return _copy_chunk_at_once
+    cp_async = CP_ASYNC[copy_bytes]
+
+    @device_function
+    def copy_chunk(destination, source, count):
+        for begin in range(0, CHUNK_BYTES, copy_bytes):
+            size = int32(min(max(count - begin, 0), copy_bytes))
+            cp_async(int32(destination + begin), int64(source + begin), size)
+
+    return copy_chunk
+
+
+@device_function
+def _copy_chunk_at_once(destination, source, count):
+    chunk_reg = cuda.local.array((1, 4), uint32)
+    for j in range(4):
+        chunk_reg[0, j] = uint32(0)
+    if count > 0:
+        ld_global_v4_b32(chunk_reg, 0, 0, source)
+    st_shared_v4_b32(destination, chunk_reg, 0, 0)
+
+
+@cache
+def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
+    """`load_tile(tile, X_gmem, batch, head, first_row)`: start to fill a tile with rows of a head.
+
+    tile: its shared address. X_gmem: the bits of 16-bit elements. Rows and columns past the end
+    become zeros: what memory holds there never matters. A thread copies the same chunk of every
+    PASS_ROWS-th row, where the swizzle is the same. copy_bytes: what addresses and strides are
+    multiples of; below 4 bytes, elements go through registers one by one.
+    """
+    if copy_bytes not in CP_ASYNC:
+        return _make_load_elements(config, rows)
+    HEAD_DIM, ROW_BYTES, LINE_CHUNKS = config.head_dim, config.row_bytes, config.line_chunks
+    PASS_ROWS = config.num_threads // LINE_CHUNKS
+    LINE_BYTES, NUM_LINES = config.line_bytes, config.num_lines
+    HEAD_BYTES = ELEMENT_BYTES * HEAD_DIM
+    WHOLE_PASSES = rows % PASS_ROWS == 0
+    chunk_offset = make_chunk_offset(config)
+    copy_chunk = make_copy_chunk(copy_bytes, config.turing)
+
+    @device_function
+    def load_tile(tile, X_gmem, batch, head, first_row):
+        thread = uint32(cuda.threadIdx.x)
+        row, chunk = thread // LINE_CHUNKS, thread % LINE_CHUNKS
+        destination = int32(tile + chunk_offset(row, chunk))
+        # A factor of 32 bits: rows that are further apart are loaded element by element.
+        stride = int64(int32(X_gmem.strides[1]))
+        source = global_address(X_gmem) + batch * X_gmem.strides[0] + head * X_gmem.strides[2]
+        source += chunk * CHUNK_BYTES + int64(int32(first_row + row)) * stride
+        rows_left = int32(X_gmem.shape[1] - first_row - row)
+        for i in range(0, rows, PASS_ROWS):
+            for line in range(NUM_LINES):
+                count = int32(CHUNK_BYTES) if int32(i) < rows_left else int32(0)
+                if HEAD_BYTES % LINE_BYTES:
+                    left = HEAD_BYTES - line * LINE_BYTES - chunk * CHUNK_BYTES
+                    count = min(count, max(left, 0))
+                begin = line * LINE_BYTES
+                place = destination + i * ROW_BYTES + begin
+                if WHOLE_PASSES or row + i < rows:
+                    copy_chunk(place, source + begin, count)
+            source += PASS_ROWS * stride
+
+    return load_tile
+
+
+@cache
+def _make_load_elements(config: TensorCoreConfig, rows: int):
+    HEAD_DIM, LINE_CHUNKS = config.head_dim, config.line_chunks
+    PASS_ROWS = config.num_threads // LINE_CHUNKS
+    LINE_BYTES, NUM_LINES = config.line_bytes, config.num_lines
+    chunk_offset = make_chunk_offset(config)
+
+    @device_function
+    def load_tile(tile, X_gmem, batch, head, first_row):
+        thread = uint32(cuda.threadIdx.x)
+        row, chunk = thread // LINE_CHUNKS, thread % LINE_CHUNKS
+        chunk_reg = cuda.local.array((1, 4), uint32)
+        for i in range(row, rows, PASS_ROWS):
+            for line in range(NUM_LINES):
+                for e in range(4):
+                    chunk_reg[0, e] = uint32(0)
+                    for half in range(2):
+                        d = (line * LINE_CHUNKS + chunk) * CHUNK_ELEMENTS + 2 * e + half
+                        if first_row + i < X_gmem.shape[1] and d < HEAD_DIM:
+                            bits = uint32(X_gmem[batch, first_row + i, head, d])
+                            chunk_reg[0, e] |= bits << (16 * half)
+                place = tile + chunk_offset(i, chunk) + line * LINE_BYTES
+                st_shared_v4_b32(int32(place), chunk_reg, 0, 0)
+
+    return load_tile
+
+
+def make_await_copies(config: TensorCoreConfig):
+    """`await_copies()`: what this thread has started to copy has arrived."""
+    return _nothing_to_await if config.turing else _await_copies
+
+
+@device_function
+def _nothing_to_await():
+    pass
+
+
+@device_function
+def _await_copies():
+    cp_async_commit_group()
+    cp_async_wait_group_0()
+
+
+@cache
+def make_store_output(config: TensorCoreConfig, dtype: str, copy_bytes: int):
+    """`store_output(O_gmem, batch, head, first_row, O_reg, tile)`: a warp's rows of O to HBM.
+
+    O_reg goes through the warp's own rows of `tile`, so that each lane can store 16 bytes of a row
+    of O_gmem (bits) at once. first_row: of the tile.
+    """
+    HEAD_DIM, LINE_CHUNKS = config.head_dim, config.line_chunks
+    ROWS, _, OUT_COLS = config.split_q_elements
+    WARP_ROWS = config.block_m // config.num_warps
+    PASS_ROWS = WARP_SIZE // LINE_CHUNKS
+    ROW_BYTES, LINE_BYTES, NUM_LINES = config.row_bytes, config.line_bytes, config.num_lines
+    element = device_function(ac_element)
+    chunk_offset = make_chunk_offset(config)
+    store_chunk = make_store_chunk(HEAD_DIM, copy_bytes)
+    pack = PACK[dtype]
+
+    @device_function
+    def store_output(O_gmem, batch, head, first_row, O_reg, tile):
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp_row = thread % WARP_SIZE, thread // WARP_SIZE * WARP_ROWS
+        row, col = element(lane, 0, 0)
+        first = chunk_offset(warp_row + row, 0) + col * ELEMENT_BYTES
+        # A lane writes where others of its warp may have read Q just now.
+        cuda.syncwarp()
+        for line in range(NUM_LINES):
+            for j in range(LINE_CHUNKS):
+                place = tile + (first ^ (j * CHUNK_BYTES)) + line * LINE_BYTES
+                c = 2 * (line * LINE_CHUNKS + j)
+                for i in range(ROWS):
+                    pair = pack(O_reg[i, c], O_reg[i, c + 1])
+                    st_shared_b32(int32(place + i * GROUP_ROWS * ROW_BYTES), pair)
+        # Each lane reads what other lanes of its warp have written.
+        cuda.syncwarp()
+        chunk_reg = cuda.local.array((1, 4), uint32)
+        row, chunk = warp_row + lane // LINE_CHUNKS, lane % LINE_CHUNKS
+        for i in range(0, WARP_ROWS, PASS_ROWS):
+            if int32(first_row + row + i) < int32(O_gmem.shape[1]):
+                place = tile + chunk_offset(row + i, chunk)
+                for line in range(NUM_LINES):
+                    ld_shared_v4_b32(chunk_reg, 0, 0, int32(place + line * LINE_BYTES))
+                    where = chunk + line * LINE_CHUNKS
+                    store_chunk(O_gmem, batch, head, int32(first_row + row + i), where, chunk_reg)
+
+    return store_output
+
+
+@cache
+def make_store_chunk(head_dim: int, copy_bytes: int):
+    """`store_chunk(X_gmem, batch, head, row, chunk, chunk_reg)`: 8 elements of a row to HBM.
+
+    At once, if all of them exist and copy_bytes, to which their address is aligned, are 16.
+    """
+
+    @device_function
+    def store_chunk(X_gmem, batch, head, row, chunk, chunk_reg):
+        first = chunk * CHUNK_ELEMENTS
+        if copy_bytes == CHUNK_BYTES and first + CHUNK_ELEMENTS <= head_dim:
+            address = global_address(X_gmem) + batch * X_gmem.strides[0] + head * X_gmem.strides[2]
+            address += chunk * CHUNK_BYTES + int64(row) * int64(int32(X_gmem.strides[1]))
+            st_global_v4_b32(address, chunk_reg, 0, 0)
+        elif copy_bytes < CHUNK_BYTES or head_dim % CHUNK_ELEMENTS:
+            for e in range(CHUNK_ELEMENTS):
+                if first + e < head_dim:
+                    pair = chunk_reg[0, e // 2]
+                    X_gmem[batch, row, head, first + e] = uint16(pair >> (16 * (e % 2)))
+
+    return store_chunk
+
+
+@cache
+def make_locate_tile(config: TensorCoreConfig, causal: bool):
+    """`locate_tile(Q_gmem, K_gmem)`: batch, head, KV head, first row of this block's query tile.
+
+    Blocks start in the order of blockIdx.x. Without a mask the tiles of one head come together, so
+    that its K and V are read from HBM once and then found in the L2 cache. With a causal mask the
+    last tiles of all heads, which see the most keys, come before all others: none is left to run
+    alone at the end.
+    """
+    BLOCK_M = config.block_m
+
+    @device_function
+    def locate_tile(Q_gmem, K_gmem):
+        # Unsigned numbers of 32 bits, which a GPU divides several times faster than those of 64.
+        block, heads = uint32(cuda.blockIdx.x), uint32(Q_gmem.shape[2])
+        all_heads = uint32(Q_gmem.shape[0]) * heads
+        m_blocks = uint32((Q_gmem.shape[1] + BLOCK_M - 1) // BLOCK_M)
+        fastest = all_heads if causal else m_blocks
+        slow = block // uint32(fastest)
+        fast = block - slow * uint32(fastest)
+        m_block, one_head = (m_blocks - 1 - slow, fast) if causal else (fast, slow)
+        batch = uint32(one_head) // heads
+        head = one_head - batch * heads
+        kv_head = uint32(head) // uint32(heads // uint32(K_gmem.shape[2]))
+        return int32(batch), int32(head), int32(kv_head), int32(m_block * BLOCK_M)
+
+    return locate_tile
