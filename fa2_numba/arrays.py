@@ -7,14 +7,18 @@ none is imported that the caller does not use.
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numba import cuda
 
 from fa2_numba.errors import ArgumentTypeError
+from fa2_numba.launch import HERE, GpuArray
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -25,9 +29,13 @@ DTYPES = {
 
 KERNEL_DTYPES = DTYPES | {"bfloat16": np.dtype(np.uint16)}
 
+ALIGNMENT = 16
+"""Bytes of the widest access of a kernel; of no more does an address need to be a multiple."""
 
-@dataclass(frozen=True)
-class Array:
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Array(NamedTuple):
     """An argument: its library's object and how it lies in memory.
 
     strides are in bytes; device is the GPU's number, None on the host; address is that of the
@@ -48,22 +56,23 @@ class Array:
         values = self.library.host_values(self.value)
         return values.view(KERNEL_DTYPES[self.dtype]) if self.dtype == "bfloat16" else values
 
-    def device_view(self) -> object:
+    def gpu_view(self) -> GpuArray:
         """A GPU array's elements as a kernel takes them, without a copy or a synchronisation."""
-        description = {
-            "shape": self.shape,
-            "strides": self.strides,
-            "typestr": KERNEL_DTYPES[self.dtype].str,
-            "data": (self.address, False),
-            "version": 3,
-        }
-        return cuda.from_cuda_array_interface(description, owner=self.value, sync=False)
+        dtype = KERNEL_DTYPES[self.dtype]
+        return GpuArray(self.address, self.shape, self.strides, dtype, owner=self.value)
+
+    @property
+    def layout(self) -> tuple:
+        """Library, shape, strides, dtype, device, and the address modulo `ALIGNMENT`.
+
+        All that decides how a kernel reads an array, whatever it holds and wherever it lies.
+        """
+        return *self[2:7], self.address % ALIGNMENT
 
     @property
     def aligned(self) -> bool:
         """Whether every element lies at a multiple of its size, as a GPU needs it."""
-        itemsize = DTYPES[self.dtype].itemsize
-        return all(number % itemsize == 0 for number in (self.address, *self.strides))
+        return math.gcd(self.address, *self.strides) % DTYPES[self.dtype].itemsize == 0
 
     @property
     def overlaps_itself(self) -> bool:
@@ -119,7 +128,7 @@ class NumpyLibrary:
     def layout(value: np.ndarray) -> tuple[tuple, tuple, str, int | None, int]:
         """Shape, strides in bytes, dtype name, device and address of an array."""
         address = value.__array_interface__["data"][0]
-        return value.shape, value.strides, value.dtype.name, None, address
+        return value.shape, value.strides, _dtype_name(value.dtype), None, address
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> object:
@@ -168,20 +177,23 @@ class CupyLibrary(NumpyLibrary):
     @staticmethod
     def layout(value: object) -> tuple[tuple, tuple, str, int | None, int]:
         """Shape, strides in bytes, dtype name, device and address of an array."""
-        return value.shape, value.strides, value.dtype.name, value.device.id, value.data.ptr
+        memory = value.data
+        return value.shape, value.strides, _dtype_name(value.dtype), memory.device_id, memory.ptr
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> object:
         """A new array on the device, from CuPy's memory pool."""
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device):
-            return cupy.empty(shape, DTYPES[dtype])
+        with _cupy_on(device):
+            return sys.modules["cupy"].empty(shape, DTYPES[dtype])
 
     @staticmethod
     def empty_like(value: object) -> object:
         """A new array of the same shape, dtype, device and memory order."""
         cupy = sys.modules["cupy"]
-        with value.device:
+        with _cupy_on(value.data.device_id):
+            # To find an order takes CuPy longer than to allocate.
+            if value.flags.c_contiguous:
+                return cupy.empty(value.shape, value.dtype)
             return cupy.empty_like(value)
 
     @staticmethod
@@ -205,14 +217,18 @@ class CupyLibrary(NumpyLibrary):
     @staticmethod
     def stream(device: int | None) -> int:
         """CuPy's current stream on the device."""
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device):
-            return cupy.cuda.get_current_stream().ptr
+        return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
     @staticmethod
     def writable(value: object) -> bool:
         """CuPy has no read-only arrays."""
         return True
+
+
+def _cupy_on(device: int) -> AbstractContextManager:
+    """Makes a device CuPy's current one, which it mostly is."""
+    cuda = sys.modules["cupy"].cuda
+    return HERE if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 class NumbaLibrary(NumpyLibrary):
@@ -224,7 +240,7 @@ class NumbaLibrary(NumpyLibrary):
         address = value.__cuda_array_interface__["data"][0]
         # An empty array owns no memory that would say where it is.
         context = value.gpu_data.context if value.size else cuda.current_context()
-        return value.shape, value.strides, value.dtype.name, context.device.id, address
+        return value.shape, value.strides, _dtype_name(value.dtype), context.device.id, address
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> object:
@@ -267,7 +283,7 @@ class TorchLibrary(NumpyLibrary):
     def obstacle(value: object) -> str | None:
         """Why kernels cannot take this tensor's memory as it is, None if they can."""
         torch = sys.modules["torch"]
-        if value.device.type not in ("cpu", "cuda"):
+        if not (value.is_cuda or value.is_cpu):
             return f"on {value.device}; must be a CPU or CUDA tensor"
         if value.layout is not torch.strided or value.is_nested:
             return f"nested, or of layout {value.layout}; must be strided, not nested"
@@ -278,16 +294,17 @@ class TorchLibrary(NumpyLibrary):
     @staticmethod
     def layout(value: object) -> tuple[tuple, tuple, str, int | None, int]:
         """Shape, strides in bytes, dtype name, device and address of a tensor."""
-        strides = tuple(stride * value.element_size() for stride in value.stride())
-        dtype = str(value.dtype).removeprefix("torch.")
-        device = value.device.index if value.device.type == "cuda" else None
+        size = value.element_size()
+        strides = tuple([stride * size for stride in value.stride()])
+        device = value.get_device() if value.is_cuda else None
+        dtype = _torch_dtype_name(value.dtype)
         return tuple(value.shape), strides, dtype, device, value.data_ptr()
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> object:
         """A new tensor on the device."""
         torch = sys.modules["torch"]
-        where = "cpu" if device is None else f"cuda:{device}"
+        where = "cpu" if device is None else device
         return torch.empty(shape, dtype=getattr(torch, dtype), device=where)
 
     @staticmethod
@@ -333,7 +350,7 @@ class TorchLibrary(NumpyLibrary):
 
 def describe(name: str, value: object) -> Array:
     """The description of argument `name`, or an error that names what is accepted."""
-    library = _library(value)
+    library = _library(type(value))
     if library is None:
         raise ArgumentTypeError(
             f"{name}: a {type(value).__module__}.{type(value).__qualname__}; must be a NumPy array,"
@@ -341,13 +358,29 @@ def describe(name: str, value: object) -> Array:
         )
     if (obstacle := library.obstacle(value)) is not None:
         raise ArgumentTypeError(f"{name}: {obstacle}")
+    return of_library(name, value, library)
+
+
+def of_library(name: str, value: object, library: type[NumpyLibrary]) -> Array:
+    """The description of an array that is known to be one that kernels can take."""
     return Array(name, value, library, *library.layout(value))
 
 
-def _library(value: object) -> type[NumpyLibrary] | None:
-    if isinstance(value, np.ndarray):
+def _dtype_name(dtype: np.dtype) -> str:
+    # NumPy composes the name of a dtype anew each time.
+    return DTYPE_NAMES.get(dtype) or dtype.name
+
+
+@cache
+def _torch_dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _library(kind: type) -> type[NumpyLibrary] | None:
+    if issubclass(kind, np.ndarray):
         return NumpyLibrary
-    for base in type(value).__mro__:
+    for base in kind.__mro__:
         root = base.__module__.partition(".")[0]
         if root == "cupy" and base.__name__ == "ndarray":
             return CupyLibrary

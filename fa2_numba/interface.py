@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from numbers import Real
 
 import numpy as np
 from numba import cuda
 
-from fa2_numba.arrays import DTYPES, Array, describe
-from fa2_numba.config import TileConfig, choose_tiles
+from fa2_numba.arrays import DTYPES, Array, describe, of_library
+from fa2_numba.config import TileConfig
 from fa2_numba.constants import MAX_GRID_X, MAX_GRID_YZ, MAX_HEAD_DIM
 from fa2_numba.errors import ArgumentError, ArgumentTypeError
-from fa2_numba.ladder import Rung, choose_rung
+from fa2_numba.ladder import Rung, choose_rung, tiles_for
 from fa2_numba.launch import (
     ForwardTensors,
     GpuMachine,
@@ -23,15 +25,41 @@ from fa2_numba.launch import (
     gpu_available,
 )
 from fa2_numba.simulator import Report, RunTooLongError, Simulator
-from fa2_numba.staging import stage
+from fa2_numba.staging import GpuPlan, gpu_workspace, stage
+from fa2_numba.tensor_core_config import TensorCoreConfig
+
+MAX_AXIS = 2**31 - 1
+"""Kernels count rows, heads and batch elements in 32 bits."""
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-SIMULATED_SECONDS_PER_MULTIPLY_ADD = {True: 4e-6, False: 1e-6}
-"""What a simulated multiply-add of Q K^T or P V costs, all in, with the checks on and off."""
+SIMULATED_SECONDS_PER_MULTIPLY_ADD = {
+    TileConfig: {True: 4e-6, False: 1e-6},
+    TensorCoreConfig: {True: 1.5e-6, False: 1e-6},
+}
+"""What a simulated multiply-add of Q K^T or P V costs, all in, by the kind of tiles and with the
+checks on and off. A thread does one at a time, a tensor-core instruction 1024 or 2048."""
 
 COUNTING_FACTOR = 3
 """How many times longer a run takes at most that is counted."""
+
+REMEMBERED = 1024
+"""So many kinds of calls are remembered, with what was found out about each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Layouts of q, k and v that go together, of which there is one object each.
+
+    q_repeats: whether some elements of q may lie at one address.
+    """
+
+    layouts: tuple[tuple, tuple, tuple]
+    dtype: str
+    q_repeats: bool
+
+
+_problems: dict[tuple[tuple, tuple, tuple], Problem] = {}
 
 
 def flash_attn_func(
@@ -66,7 +94,7 @@ def flash_attn_func(
     deterministic: accepted; the forward pass always is.
     window_size: (-1, -1), or (-1, 0) for causal; other windows are NotImplementedError so far.
     dropout_p, softcap, alibi_slopes: NotImplementedError if used; not built yet.
-    rung: an id of `ladder.RUNGS`, or "auto" for the best one.
+    rung: an id of `ladder.RUNGS`, or "auto" for the highest one that runs on the device.
     machine: "auto" (the GPU that holds the arrays; for host arrays the GPU if there is one, else
     the simulator), "gpu", "simulator", or a `Simulator` with its own options.
     out: an array to write the result into; like q in library, device, shape and dtype, any strides.
@@ -82,59 +110,85 @@ def flash_attn_func(
     ValueError) or TypeError before any launch, naming the argument, its value and the rule.
     """
     causal = _check_options(dropout_p, causal, window_size, softcap, alibi_slopes)
-    arrays = {name: describe(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
-    _check_arrays(**arrays)
-    scale = _check_scale(softmax_scale, arrays["q"])
-    chosen = choose_rung(rung, arrays["q"].dtype)
-    place = _choose_machine(machine, arrays["q"], report)
+    q, k, v = describe("q", q), describe("k", k), describe("v", v)
+    problem = _problem(q, k, v)
+    scale = _check_scale(softmax_scale, q)
+    place = _choose_machine(machine, q, report)
+    chosen = choose_rung(rung, q.dtype, place.limits.compute_capability)
 
-    library, device = arrays["q"].library, arrays["q"].device
-    batch, seqlen_q, heads, _ = arrays["q"].shape
-    arrays["out"] = _output(out, **arrays)
-    lse = library.empty((batch, heads, seqlen_q), "float32", device)
-    arrays["lse"] = describe("lse", lse)
-    counted = Report(chosen.name)
-    if 0 in arrays["q"].shape or 0 in arrays["k"].shape:
-        library.fill(arrays["out"].value, 0.0)
-        library.fill(lse, -math.inf)
+    out = _output(out, q, k, v, problem)
+    batch, seqlen_q, heads, _ = q.shape
+    lse = q.library.empty((batch, heads, seqlen_q), "float32", q.device)
+    lse = of_library("lse", lse, q.library)
+    reports = []
+    if 0 in q.shape or 0 in k.shape:
+        q.library.fill(out.value, 0.0)
+        q.library.fill(lse.value, -math.inf)
     else:
-        counted = sum(_forward(chosen, place, arrays, scale, causal), counted)
+        reports = _forward(problem, chosen, place, (q, k, v, out, lse), scale, causal)
 
-    results = [arrays["out"].value]
+    results = [out.value]
     if return_lse or return_attn_probs:
-        results.append(lse)
+        results.append(lse.value)
     if return_attn_probs:
-        results.append(library.empty((0,), arrays["q"].dtype, device))
+        results.append(q.library.empty((0,), q.dtype, q.device))
     if report:
-        results.append(replace(counted, name=chosen.name))
+        results.append(replace(sum(reports, Report(chosen.name)), name=chosen.name))
     return tuple(results) if len(results) > 1 else results[0]
 
 
 def _forward(
+    problem: Problem,
     rung: Rung,
     machine: GpuMachine | SimulatorMachine,
-    arrays: dict[str, Array],
+    arrays: tuple[Array, ...],
     softmax_scale: float,
     causal: bool,
 ) -> list[Report]:
-    """Plan the rung's launches for these arrays and run them on `machine`; returns its reports."""
+    """Run the rung's launches for q, k, v, out, lse on `machine`; returns its reports."""
+    q, _, _, out, lse = arrays
+    how = rung, softmax_scale, causal
     with machine.activate():
-        there = stage(arrays, ("out", "lse"), machine)
-        tensors = ForwardTensors(
-            *(there.views[name] for name in ("q", "k", "v", "out", "lse")),
-            softmax_scale=np.float32(softmax_scale),
-            causal=causal,
-            dtype=arrays["q"].dtype,
-            allocate=there.allocate,
-        )
-        config = choose_tiles(tensors.Q.shape[3], machine.shared_bytes_per_block)
-        if isinstance(machine, SimulatorMachine):
-            _refuse_hours(machine.simulator, tensors, config)
-        launches = rung.plan_forward(tensors, config)
-        _check_grids(launches, rung, tensors)
+        if q.device is not None and not isinstance(machine, SimulatorMachine):
+            plan = _gpu_plan(problem, out.layout, lse.layout, machine.device, *how)
+            allocate = partial(gpu_workspace, q.library, q.device)
+            plan.run(machine, arrays, allocate)
+            return []
+        there = stage({array.name: array for array in arrays}, ("out", "lse"), machine)
+        views = [there.views[array.name] for array in arrays]
+        launches = _plan(*how, q.dtype, machine, views, there.allocate)
         reports = machine.run(launches)
         there.finish()
         return reports
+
+
+@lru_cache(REMEMBERED)
+def _gpu_plan(
+    problem: Problem, out: tuple, lse: tuple, device: int, rung: Rung, scale: float, causal: bool
+) -> GpuPlan:
+    """The launches for arrays of these layouts on the current GPU."""
+    machine, dtype = GpuMachine(device), problem.dtype
+    plan = partial(_plan, rung, scale, causal, dtype, machine)
+    return GpuPlan((*problem.layouts, out, lse), plan, machine)
+
+
+def _plan(
+    rung: Rung,
+    softmax_scale: float,
+    causal: bool,
+    dtype: str,
+    machine: GpuMachine | SimulatorMachine,
+    views: Sequence[object],
+    allocate: Callable[[tuple[int, ...]], object],
+) -> list[KernelLaunch]:
+    """The rung's launches for arrays as kernels on `machine` take them."""
+    tensors = ForwardTensors(*views, np.float32(softmax_scale), causal, dtype, allocate)
+    config = tiles_for(rung, tensors.Q.shape[3], machine.limits)
+    if isinstance(machine, SimulatorMachine):
+        _refuse_hours(machine.simulator, tensors, config)
+    launches = rung.plan_forward(tensors, config)
+    _check_grids(launches, rung, tensors)
+    return launches
 
 
 def _check_grids(launches: list[KernelLaunch], rung: Rung, tensors: ForwardTensors) -> None:
@@ -147,14 +201,17 @@ def _check_grids(launches: list[KernelLaunch], rung: Rung, tensors: ForwardTenso
             )
 
 
-def _refuse_hours(simulator: Simulator, tensors: ForwardTensors, config: TileConfig) -> None:
+def _refuse_hours(
+    simulator: Simulator, tensors: ForwardTensors, config: TileConfig | TensorCoreConfig
+) -> None:
     batch, seqlen_q, heads, _ = tensors.Q.shape
     # Threads compute whole tiles, also where those reach past the end.
     rows = math.ceil(seqlen_q / config.block_m) * config.block_m
     cols = math.ceil(tensors.K.shape[1] / config.block_n) * config.block_n
+    depth = config.padded_dim if isinstance(config, TensorCoreConfig) else config.head_dim
     # Q K^T and P V; a rung that skips hidden tiles needs about half of it when causal.
-    multiply_adds = 2 * batch * heads * rows * cols * config.head_dim
-    seconds = SIMULATED_SECONDS_PER_MULTIPLY_ADD[simulator.checks]
+    multiply_adds = 2 * batch * heads * rows * cols * depth
+    seconds = SIMULATED_SECONDS_PER_MULTIPLY_ADD[type(config)][simulator.checks]
     estimate = multiply_adds * seconds * (COUNTING_FACTOR if simulator.counts else 1)
     if simulator.max_seconds is not None and estimate > simulator.max_seconds:
         raise RunTooLongError(
@@ -188,7 +245,12 @@ def _choose_machine(
     if q.device is None:
         # Host arrays travel on the default stream; their library may not even know of GPUs.
         return GpuMachine(cuda.get_current_device().id)
-    return GpuMachine(q.device, q.library.stream(q.device))
+    return _gpu_machine(q.device, q.library.stream(q.device))
+
+
+@lru_cache(REMEMBERED)
+def _gpu_machine(device: int, stream: int) -> GpuMachine:
+    return GpuMachine(device, stream)
 
 
 def _check_options(
@@ -238,6 +300,8 @@ def _check_scale(softmax_scale: float | None, q: Array) -> float:
 
 def _number(name: str, value: object) -> float:
     """The value of a real argument (infinity above the floats); True is no number here."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(
             f"{name}={value!r}, a {type(value).__qualname__}: must be a real number"
@@ -248,11 +312,33 @@ def _number(name: str, value: object) -> float:
         return math.inf
 
 
+def _problem(q: Array, k: Array, v: Array) -> Problem:
+    """What q, k and v are together, or an error; layouts seen before are not checked again."""
+    layouts = q.layout, k.layout, v.layout
+    problem = _problems.get(layouts)
+    if problem is None:
+        _check_arrays(q, k, v)
+        if len(_problems) >= REMEMBERED:
+            _problems.clear()
+        problem = _problems[layouts] = Problem(layouts, q.dtype, q.overlaps_itself)
+    for array in (q, k, v):
+        if array.library.tracks_gradient(array.value):
+            raise NotImplementedError(
+                f"{array.name} requires a gradient: the backward pass is not built yet; "
+                "detach it or use torch.no_grad()"
+            )
+    return problem
+
+
 def _check_arrays(q: Array, k: Array, v: Array) -> None:
     for array in (q, k, v):
         if len(array.shape) != 4:
             raise ArgumentError(
                 f"{array.name}: shape {array.shape}; must be (batch, seqlen, heads, head_dim)"
+            )
+        if max(array.shape) > MAX_AXIS:
+            raise ArgumentError(
+                f"{array.name}: shape {array.shape}; no axis may be longer than {MAX_AXIS}"
             )
     _check_kinds(q, k, v)
     if k.shape != v.shape:
@@ -269,7 +355,7 @@ def _check_arrays(q: Array, k: Array, v: Array) -> None:
 
 
 def _check_kinds(q: Array, k: Array, v: Array) -> None:
-    """One dtype, one library, one device, no gradient that would silently be lost."""
+    """One dtype, one library, one device that can read them."""
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ArgumentTypeError(
             f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}: all three must have one dtype, "
@@ -279,11 +365,6 @@ def _check_kinds(q: Array, k: Array, v: Array) -> None:
         _check_same_place(array, q)
     for array in (q, k, v):
         _check_aligned(array)
-        if array.library.tracks_gradient(array.value):
-            raise NotImplementedError(
-                f"{array.name} requires a gradient: the backward pass is not built yet; "
-                "detach it or use torch.no_grad()"
-            )
 
 
 def _check_same_place(array: Array, q: Array) -> None:
@@ -305,13 +386,17 @@ def _check_aligned(array: Array) -> None:
         )
 
 
-def _output(value: object, q: Array, k: Array, v: Array) -> Array:
+def _output(value: object, q: Array, k: Array, v: Array, problem: Problem) -> Array:
     """A new output array, or the caller's own after checks."""
     if value is None:
         # In the memory order of q; plain where q repeats elements and so has no order to keep.
-        if q.overlaps_itself:
-            return describe("out", q.library.empty(q.shape, q.dtype, q.device))
-        return describe("out", q.library.empty_like(q.value))
+        library = q.library
+        new = (
+            library.empty(q.shape, q.dtype, q.device)
+            if problem.q_repeats
+            else library.empty_like(q.value)
+        )
+        return of_library("out", new, library)
     out = describe("out", value)
     _check_same_place(out, q)
     if out.dtype != q.dtype:

@@ -5,37 +5,52 @@ A rung's id is its file in `kernels/`, its API argument, its test id and its nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
-from fa2_numba.config import TileConfig
+from fa2_numba import config
+from fa2_numba.config import DeviceLimits, TileConfig
 from fa2_numba.errors import ArgumentError
 from fa2_numba.kernels import (
     fa1_sliced_k,
+    fa1_tensor_core,
     fa2_fewer_flops,
     fa2_seq_parallel,
     fa2_split_q,
+    fa2_tensor_core,
     standard,
 )
 from fa2_numba.launch import ForwardTensors, KernelLaunch
+from fa2_numba.tensor_core_config import choose_sliced_k_tiles, choose_split_q_tiles
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rung:
     """One kernel of the ladder.
 
     idea: what it changes against the rung below; source: where the paper describes it;
-    dtypes: of the arrays it takes; plan_forward: the launches that compute O and LSE.
+    dtypes: of the arrays it takes, each with the lowest compute capability that runs it;
+    choose_tiles: its tile configuration for a head dim on a device; plan_forward: the launches that
+    compute O and LSE with it.
     """
 
     name: str
     idea: str
     source: str
-    dtypes: tuple[str, ...]
-    plan_forward: Callable[[ForwardTensors, TileConfig], list[KernelLaunch]]
+    dtypes: Mapping[str, tuple[int, int]]
+    choose_tiles: Callable[[int, DeviceLimits], object]
+    plan_forward: Callable[[ForwardTensors, object], list[KernelLaunch]]
 
 
-CUDA_CORE_DTYPES = ("float32", "float16", "bfloat16")
+CUDA_CORE_DTYPES = {"float32": (5, 0), "float16": (5, 0), "bfloat16": (5, 0)}
+TENSOR_CORE_DTYPES = {"float16": (7, 5), "bfloat16": (8, 0)}
+
+
+def cuda_core_tiles(head_dim: int, limits: DeviceLimits) -> TileConfig:
+    """The tiles of every CUDA-core rung."""
+    return config.choose_tiles(head_dim, limits.shared_bytes_per_block)
+
 
 RUNGS = {
     rung.name: rung
@@ -45,6 +60,7 @@ RUNGS = {
             "three kernels; S and P live in HBM",
             "FA2 section 2.2",
             CUDA_CORE_DTYPES,
+            cuda_core_tiles,
             standard.plan_forward,
         ),
         Rung(
@@ -52,6 +68,7 @@ RUNGS = {
             "tiles and online softmax; one block a head, warps slice K and V",
             "FA1 Alg. 1; FA2 Fig. 3 left",
             CUDA_CORE_DTYPES,
+            cuda_core_tiles,
             fa1_sliced_k.plan_forward,
         ),
         Rung(
@@ -59,6 +76,7 @@ RUNGS = {
             "loops swapped: O stays on chip, unscaled, and is divided by l once",
             "FA2 Alg. 1, section 3.1",
             CUDA_CORE_DTYPES,
+            cuda_core_tiles,
             fa2_fewer_flops.plan_forward,
         ),
         Rung(
@@ -66,6 +84,7 @@ RUNGS = {
             "one block a query tile: the grid runs over the sequence too",
             "FA2 section 3.2",
             CUDA_CORE_DTYPES,
+            cuda_core_tiles,
             fa2_seq_parallel.plan_forward,
         ),
         Rung(
@@ -73,19 +92,66 @@ RUNGS = {
             "warps own rows of Q: no number crosses warps",
             "FA2 section 3.3, Fig. 3 right",
             CUDA_CORE_DTYPES,
+            cuda_core_tiles,
             fa2_split_q.plan_forward,
+        ),
+        Rung(
+            "fa1_tensor_core",
+            "the partition of FlashAttention-1 on tensor cores: the baseline",
+            "FA1 Alg. 1; PTX mma, ldmatrix, cp.async",
+            TENSOR_CORE_DTYPES,
+            choose_sliced_k_tiles,
+            fa1_tensor_core.plan_forward,
+        ),
+        Rung(
+            "fa2_tensor_core",
+            "that of FlashAttention-2: split-Q, with the products in mma instructions",
+            "FA2 Alg. 1; PTX mma, ldmatrix, cp.async",
+            TENSOR_CORE_DTYPES,
+            choose_split_q_tiles,
+            fa2_tensor_core.plan_forward,
         ),
     )
 }
 """Rung id -> rung, from the bottom of the ladder to its top."""
 
 
-def choose_rung(rung: str, dtype: str) -> Rung:
-    """The rung of that id, or for "auto" the highest one that takes the dtype."""
+def cuda_core_rungs() -> list[str]:
+    """The rungs that take float32 arrays, from the bottom of the ladder up."""
+    return [name for name, rung in RUNGS.items() if "float32" in rung.dtypes]
+
+
+def choose_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> Rung:
+    """The rung of that id, or for "auto" the highest one that takes the dtype on the device."""
     if rung == "auto":
-        return [candidate for candidate in RUNGS.values() if dtype in candidate.dtypes][-1]
+        return _highest_rung(dtype, compute_capability)
     if not isinstance(rung, str) or rung not in RUNGS:
         raise ArgumentError(f"rung={rung!r}: must be 'auto' or one of {', '.join(RUNGS)}")
-    if dtype not in RUNGS[rung].dtypes:
-        raise ArgumentError(f"rung={rung!r}: takes {', '.join(RUNGS[rung].dtypes)}, not {dtype}")
+    dtypes = RUNGS[rung].dtypes
+    if dtype not in dtypes:
+        raise ArgumentError(f"rung={rung!r}: takes {', '.join(dtypes)}, not {dtype}")
+    if compute_capability < dtypes[dtype]:
+        raise ArgumentError(
+            f"rung={rung!r}: takes {dtype} from compute capability {_dotted(dtypes[dtype])} on; "
+            f"this device has {_dotted(compute_capability)}"
+        )
     return RUNGS[rung]
+
+
+def _highest_rung(dtype: str, compute_capability: tuple[int, int]) -> Rung:
+    for rung in reversed(RUNGS.values()):
+        if dtype in rung.dtypes and compute_capability >= rung.dtypes[dtype]:
+            return rung
+    raise ArgumentError(
+        f"rung='auto': no rung takes {dtype} on compute capability {_dotted(compute_capability)}"
+    )
+
+
+def _dotted(compute_capability: tuple[int, int]) -> str:
+    return ".".join(map(str, compute_capability))
+
+
+@cache
+def tiles_for(rung: Rung, head_dim: int, limits: DeviceLimits) -> object:
+    """The tile configuration with which a rung computes a head dim on a device."""
+    return rung.choose_tiles(head_dim, limits)

@@ -1,6 +1,7 @@
-"""What each CUDA-core rung does, in closed form: the numbers that the simulator counts.
+"""What each rung does, in closed form: the numbers that the simulator counts.
 
-A rung's formula is put together like the rung itself, from one function for each verb of `device/`.
+A rung's formula is put together like the rung itself, from one function for each verb of `device/`;
+those of the tensor-core rungs are in `tensor_core_traffic`.
 The leading terms stand in the docstring of each rung's kernel. Tests compare all of it with what
 the simulator counts, number by number. Numbers of sectors take for granted that rows start where a
 sector does: seqlen_q and seqlen_k are multiples of 8, head_dim of 16.
@@ -8,9 +9,7 @@ sector does: seqlen_q and seqlen_k are multiples of 8, head_dim of 16.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import ceil, log2
 
 from fa2_numba.config import (
@@ -24,50 +23,74 @@ from fa2_numba.constants import SECTOR_BYTES, WARP_SIZE
 from fa2_numba.errors import ArgumentError
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
+from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
+from fa2_numba.tensor_core_traffic import TENSOR_CORE_HEAD, rescaled
+from fa2_numba.traffic_parts import (
+    FLOAT,
+    QueryTile,
+    Requests,
+    alike,
+    key_tiles,
+    loaded,
+    query_tiles,
+    seeing_rows,
+    stored,
+)
 
 OWNED_ROWS = WARP_SIZE // EXCHANGE_COLS
 """Rows whose elements the threads of one warp sum at a time."""
 
-FLOAT = 4
-"""Bytes of a float32: what tiles, statistics and workspaces are made of."""
 
+def predict(
+    rung: str, problem: Problem, config: TileConfig | TensorCoreConfig, outgrown: int = 0
+) -> Counts:
+    """What a rung does on a problem, with the tiles of `config`, all launches together.
 
-@dataclass(frozen=True)
-class _QueryTile:
-    """Rows of one query tile, those of them that see a key, and what they visit of K and V."""
-
-    rows: int
-    seeing: int
-    visits: int
-    keys: int
-
-
-def predict(rung: str, problem: Problem, config: TileConfig) -> Counts:
-    """What a CUDA-core rung does on a problem, with the tiles of `config`, all launches together.
+    Of the tensor-core rungs: with copies of 16 bytes and a positive softmax_scale. What
+    `fa2_tensor_core` does depends on the data. outgrown: how often, over all warps and tiles, one
+    of a warp's rows outgrew its m, the first keys that a row sees left out.
 
     Raises ArgumentError if there is no formula for the rung, or if no launch could be like this.
     """
     if rung not in _HEAD:
         raise ArgumentError(f"rung={rung!r}: must be one of {', '.join(_HEAD)}")
-    if not config.head_dim - HEAD_DIM_STEP < problem.head_dim <= config.head_dim:
-        rule = f"must be that of the tiles, {config.head_dim}, or up to {HEAD_DIM_STEP - 1} less"
-        raise ArgumentError(f"head_dim={problem.head_dim}: {rule}")
-    return problem.batch * problem.heads * _HEAD[rung](problem, config)
+    is_tensor_core = isinstance(config, TensorCoreConfig)
+    if is_tensor_core != (rung in TENSOR_CORE_HEAD):
+        raise ArgumentError(f"config={config!r}: not of the kind that {rung} takes")
+    if outgrown and rung != "fa2_tensor_core":
+        raise ArgumentError(f"outgrown={outgrown}: must be 0, for {rung} rescales every tile")
+    (_check_16_bits if is_tensor_core else _check_head_dim)(problem, config)
+    total = problem.batch * problem.heads * _HEAD[rung](problem, config)
+    return total + outgrown * rescaled(config) if outgrown else total
+
+
+def _check_head_dim(p: Problem, c: TileConfig) -> None:
+    if not c.head_dim - HEAD_DIM_STEP < p.head_dim <= c.head_dim:
+        rule = f"must be that of the tiles, {c.head_dim}, or up to {HEAD_DIM_STEP - 1} less"
+        raise ArgumentError(f"head_dim={p.head_dim}: {rule}")
+
+
+def _check_16_bits(p: Problem, c: TensorCoreConfig) -> None:
+    if p.head_dim != c.head_dim or p.head_dim * ELEMENT_BYTES % CHUNK_BYTES:
+        rule = f"must be that of the tiles, {c.head_dim}, and rows of it whole {CHUNK_BYTES} bytes"
+        raise ArgumentError(f"head_dim={p.head_dim}: {rule}")
+    if p.itemsize != ELEMENT_BYTES:
+        raise ArgumentError(f"itemsize={p.itemsize}: must be {ELEMENT_BYTES}, for this rung")
 
 
 def _standard(p: Problem, c: TileConfig) -> Counts:
     lanes = SPLIT_Q_LANES
     rows, cols, out_cols = c.split_q_elements
     total = _softmax_rows(p)
-    for tile, tiles in _alike(_query_tiles(p, c, skip=False)):
-        total += tiles * _stored(_scattered(tile.rows, p.head_dim, p.itemsize))
-        for keys, key_tiles in _alike(_key_tiles(p, c)):
+    for tile, tiles in alike(query_tiles(p, c, skip=False)):
+        total += tiles * stored(_scattered(tile.rows, p.head_dim, p.itemsize))
+        for keys, times in alike(key_tiles(p, c)):
             S_tile = _scattered(tile.rows, keys, FLOAT)
             scores = _load(tile.rows, c.block_m, p, c) + _load(keys, c.block_n, p, c)
-            scores += Counts(barriers=1) + _scores(rows, cols, c) + _stored(S_tile)
-            values = _load(keys, c.block_n, p, c) + Counts(barriers=2) + _loaded(S_tile)
+            scores += Counts(barriers=1) + _scores(rows, cols, c) + stored(S_tile)
+            values = _load(keys, c.block_n, p, c) + Counts(barriers=2) + loaded(S_tile)
             values += _products(rows, cols, out_cols, lanes, c)
-            total += tiles * key_tiles * (scores + values)
+            total += tiles * times * (scores + values)
     return total
 
 
@@ -75,8 +98,8 @@ def _softmax_rows(p: Problem) -> Counts:
     """The second kernel: a warp takes a row, reads it three times and writes it once."""
     steps = int(log2(WARP_SIZE))
     pieces, sectors = ceil(p.seqlen_k / WARP_SIZE), ceil(p.seqlen_k * FLOAT / SECTOR_BYTES)
-    row = 3 * _loaded((pieces, p.seqlen_k * FLOAT, sectors))
-    row += _stored((pieces, p.seqlen_k * FLOAT, sectors)) + _stored((1, FLOAT, 1))
+    row = 3 * loaded((pieces, p.seqlen_k * FLOAT, sectors))
+    row += stored((pieces, p.seqlen_k * FLOAT, sectors)) + stored((1, FLOAT, 1))
     row += Counts(
         shuffles=2 * steps,
         maxima=p.seqlen_k + steps * WARP_SIZE,
@@ -84,16 +107,16 @@ def _softmax_rows(p: Problem) -> Counts:
         special_calls=2 * p.seqlen_k,
     )
     seeing = Counts(divisions=p.seqlen_k, special_calls=1, additions=1)
-    return p.seqlen_q * row + _seeing(p, p.seqlen_q) * seeing
+    return p.seqlen_q * row + seeing_rows(p, p.seqlen_q) * seeing
 
 
 def _fa1_sliced_k(p: Problem, c: TileConfig) -> Counts:
     total = Counts()
-    for keys, key_tiles in _alike(_key_tiles(p, c)):
-        total += key_tiles * 2 * _load(keys, c.block_n, p, c)
+    for keys, times in alike(key_tiles(p, c)):
+        total += times * 2 * _load(keys, c.block_n, p, c)
     last = ceil(p.seqlen_k / c.block_n) - 1
-    passes = _alike((number == 0, number == last) for number in range(last + 1))
-    for tile, tiles in _alike(_query_tiles(p, c, skip=False)):
+    passes = alike((number == 0, number == last) for number in range(last + 1))
+    for tile, tiles in alike(query_tiles(p, c, skip=False)):
         for (is_first, is_last), times in passes:
             one = _load(tile.rows, c.block_m, p, c) + Counts(barriers=3)
             one += _sliced_k_scores(c) + _to_warps_rows(c) + _partials(c)
@@ -103,7 +126,7 @@ def _fa1_sliced_k(p: Problem, c: TileConfig) -> Counts:
     return total
 
 
-def _fa1_statistics(tile: _QueryTile, c: TileConfig, first: bool, last: bool) -> Counts:
+def _fa1_statistics(tile: QueryTile, c: TileConfig, first: bool, last: bool) -> Counts:
     """`update_statistics`: one thread a row, so 32 rows a request."""
     requests = ceil(tile.rows / WARP_SIZE)
     rows = (requests, tile.rows * FLOAT, ceil(tile.rows * FLOAT / SECTOR_BYTES))
@@ -118,11 +141,11 @@ def _fa1_statistics(tile: _QueryTile, c: TileConfig, first: bool, last: bool) ->
         special_calls=2 * tile.rows,
         divisions=2 * tile.seeing,
     )
-    done += (0 if first else 2) * _loaded(rows) + (3 if last else 2) * _stored(rows)
+    done += (0 if first else 2) * loaded(rows) + (3 if last else 2) * stored(rows)
     return done + last * Counts(special_calls=tile.seeing, additions=tile.seeing)
 
 
-def _fa1_output(tile: _QueryTile, p: Problem, c: TileConfig, first: bool, last: bool) -> Counts:
+def _fa1_output(tile: QueryTile, p: Problem, c: TileConfig, first: bool, last: bool) -> Counts:
     """`update_output`, all exchanges: O read from HBM but in the first pass, and written back."""
     elements, requests = _owned(tile.rows, p)
     later = 0 if first else 1
@@ -134,21 +157,21 @@ def _fa1_output(tile: _QueryTile, p: Problem, c: TileConfig, first: bool, last: 
         multiplications=factors * elements,
     )
     O_acc = _owned_in_hbm(tile.rows, p, FLOAT)
-    done += later * _loaded(O_acc) + _stored(O_acc)
-    return done + last * _stored(_owned_in_hbm(tile.rows, p, p.itemsize))
+    done += later * loaded(O_acc) + stored(O_acc)
+    return done + last * stored(_owned_in_hbm(tile.rows, p, p.itemsize))
 
 
 def _fa2_fewer_flops(p: Problem, c: TileConfig) -> Counts:
-    tiles = list(_query_tiles(p, c))
+    tiles = list(query_tiles(p, c))
     # The barrier between one query tile and the next.
     return sum((_sliced_k_tile(tile, p, c) for tile in tiles), Counts(barriers=len(tiles)))
 
 
 def _fa2_seq_parallel(p: Problem, c: TileConfig) -> Counts:
-    return sum((_sliced_k_tile(tile, p, c) for tile in _query_tiles(p, c)), Counts())
+    return sum((_sliced_k_tile(tile, p, c) for tile in query_tiles(p, c)), Counts())
 
 
-def _sliced_k_tile(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
+def _sliced_k_tile(tile: QueryTile, p: Problem, c: TileConfig) -> Counts:
     visit = Counts(barriers=2) + _sliced_k_scores(c) + _rescaled_statistics(c)
     visit += _partials(c) + _rescaled_output(c)
     total = _load(tile.rows, c.block_m, p, c) + 2 * _load(tile.keys, tile.visits * c.block_n, p, c)
@@ -181,7 +204,7 @@ def _rescaled_output(c: TileConfig) -> Counts:
     )
 
 
-def _sliced_k_epilogue(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
+def _sliced_k_epilogue(tile: QueryTile, p: Problem, c: TileConfig) -> Counts:
     """m and l cross the warps; `store_output`: 16 threads own a row."""
     groups = ceil(tile.rows / OWNED_ROWS)
     done = 2 * _to_warps_rows(c) + Counts(barriers=1)
@@ -193,8 +216,8 @@ def _sliced_k_epilogue(tile: _QueryTile, p: Problem, c: TileConfig) -> Counts:
         multiplications=tile.rows * p.head_dim,
         special_calls=tile.seeing,
     )
-    done += _stored(_owned_in_hbm(tile.rows, p, p.itemsize))
-    return done + _stored((groups, tile.rows * FLOAT, groups))
+    done += stored(_owned_in_hbm(tile.rows, p, p.itemsize))
+    return done + stored((groups, tile.rows * FLOAT, groups))
 
 
 def _fa2_split_q(p: Problem, c: TileConfig) -> Counts:
@@ -212,12 +235,12 @@ def _fa2_split_q(p: Problem, c: TileConfig) -> Counts:
     visit += _exponentiate(rows, cols, lane_cols, c)
     visit += _products(rows, cols, out_cols, SPLIT_Q_LANES, c)
     total = Counts()
-    for tile in _query_tiles(p, c):
+    for tile in query_tiles(p, c):
         groups = ceil(tile.rows / SPLIT_Q_LANES[0])
         total += _load(tile.rows, c.block_m, p, c)
         total += 2 * _load(tile.keys, tile.visits * c.block_n, p, c) + tile.visits * visit
-        total += _stored(_scattered(tile.rows, p.head_dim, p.itemsize))
-        total += _stored((groups, tile.rows * FLOAT, groups))
+        total += stored(_scattered(tile.rows, p.head_dim, p.itemsize))
+        total += stored((groups, tile.rows * FLOAT, groups))
         total += Counts(
             divisions=lane_cols * tile.seeing,
             multiplications=tile.rows * p.head_dim,
@@ -227,46 +250,15 @@ def _fa2_split_q(p: Problem, c: TileConfig) -> Counts:
     return total
 
 
-_HEAD: dict[str, Callable[[Problem, TileConfig], Counts]] = {
+_HEAD: dict[str, Callable[[Problem, TileConfig | TensorCoreConfig], Counts]] = {
     "standard": _standard,
     "fa1_sliced_k": _fa1_sliced_k,
     "fa2_fewer_flops": _fa2_fewer_flops,
     "fa2_seq_parallel": _fa2_seq_parallel,
     "fa2_split_q": _fa2_split_q,
+    **TENSOR_CORE_HEAD,
 }
 """Rung id -> what it does for one head."""
-
-
-# Tiles
-
-
-def _query_tiles(p: Problem, c: TileConfig, skip: bool = True) -> Iterator[_QueryTile]:
-    """The query tiles; with `skip`, key tiles that a causal mask hides whole are not visited."""
-    for first_row in range(0, p.seqlen_q, c.block_m):
-        end = min(first_row + c.block_m, p.seqlen_q)
-        keys = p.seqlen_k
-        if p.causal and skip:
-            keys = max(0, min(p.seqlen_k, end + p.seqlen_k - p.seqlen_q))
-        visits = ceil(keys / c.block_n)
-        seeing = _seeing(p, end) - _seeing(p, first_row)
-        yield _QueryTile(end - first_row, seeing, visits, min(visits * c.block_n, p.seqlen_k))
-
-
-def _alike(items: Iterable[object]) -> list[tuple[object, int]]:
-    """Each different item, and how often it comes."""
-    return list(Counter(items).items())
-
-
-def _seeing(p: Problem, end: int) -> int:
-    """How many of the first `end` queries see a key."""
-    blind = max(0, p.seqlen_q - p.seqlen_k) if p.causal else 0
-    return max(0, end - blind)
-
-
-def _key_tiles(p: Problem, c: TileConfig) -> Iterator[int]:
-    """Keys of each key tile."""
-    for first_col in range(0, p.seqlen_k, c.block_n):
-        yield min(c.block_n, p.seqlen_k - first_col)
 
 
 # Verbs of device/
@@ -276,7 +268,7 @@ def _load(rows: int, tile_rows: int, p: Problem, c: TileConfig) -> Counts:
     """`load_tile`: a warp reads a row at a time, 32 columns a request, and stores a padded row."""
     row = (ceil(p.head_dim / WARP_SIZE), p.head_dim * p.itemsize)
     sectors = ceil(p.head_dim * p.itemsize / SECTOR_BYTES)
-    return rows * _loaded((*row, sectors)) + Counts(
+    return rows * loaded((*row, sectors)) + Counts(
         shared_store_requests=tile_rows * ceil(c.head_dim / WARP_SIZE),
         shared_store_bytes=tile_rows * c.head_dim * FLOAT,
     )
@@ -365,9 +357,6 @@ def _owned(rows: int, p: Problem) -> tuple[int, int]:
 
 # Requests for HBM
 
-Requests = tuple[int, int, int]
-"""How many, bytes, sectors."""
-
 
 def _owned_in_hbm(rows: int, p: Problem, itemsize: int) -> Requests:
     elements, requests = _owned(rows, p)
@@ -382,15 +371,3 @@ def _scattered(rows: int, cols: int, itemsize: int) -> Requests:
     lane_rows, lane_cols = SPLIT_Q_LANES
     pieces = ceil(cols / lane_cols)
     return ceil(rows / lane_rows) * pieces, rows * cols * itemsize, rows * pieces
-
-
-def _loaded(requests: Requests) -> Counts:
-    return Counts(**dict(zip(_LOAD, requests, strict=True)))
-
-
-def _stored(requests: Requests) -> Counts:
-    return Counts(**dict(zip(_STORE, requests, strict=True)))
-
-
-_LOAD = ("global_load_requests", "global_load_bytes", "global_load_sectors")
-_STORE = ("global_store_requests", "global_store_bytes", "global_store_sectors")

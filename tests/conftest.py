@@ -1,12 +1,23 @@
 """Which machines the tests run on: always the simulator, and the GPU where there is one."""
 
+import os
+
+import ml_dtypes
 import numpy as np
 import pytest
 
-from fa2_numba import Simulator, arrays, interface, staging
+from fa2_numba import Simulator, arrays, interface, ladder, staging
 from fa2_numba.config import HEAD_DIM_STEP, TileConfig
 from fa2_numba.launch import ForwardTensors, SimulatorMachine, gpu_available
+from fa2_numba.tensor_core_config import (
+    TensorCoreConfig,
+    choose_sliced_k_tiles,
+    choose_split_q_tiles,
+)
 from fa2_numba.testing import poisoned
+
+# Tests compile what they run: what an earlier run left on the disk decides nothing.
+os.environ["FA2_NUMBA_CACHE_DIR"] = "0"
 
 HAS_GPU = gpu_available()
 NO_GPU = "no NVIDIA GPU that Numba can use"
@@ -58,34 +69,84 @@ def fast_machine(request, monkeypatch):
     return with_small_tiles(request.param, monkeypatch)
 
 
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+CUDA_CORE_RUNGS = ladder.cuda_core_rungs()
+TENSOR_CORE_RUNGS = [name for name in ladder.RUNGS if name not in CUDA_CORE_RUNGS]
+
+
+def kinds(in_sweep=()):
+    """Decorator: every CUDA-core rung in float32, every tensor-core rung in its two dtypes.
+
+    in_sweep: names of dtypes that only the sweep runs.
+    """
+    pairs = [(name, "float32") for name in CUDA_CORE_RUNGS]
+    pairs += [(name, dtype) for name in TENSOR_CORE_RUNGS for dtype in ("float16", "bfloat16")]
+    return pytest.mark.parametrize(
+        ("rung", "dtype"),
+        [
+            pytest.param(
+                name,
+                DTYPES[dtype],
+                id=f"{name}-{dtype}",
+                marks=pytest.mark.sweep if dtype in in_sweep else (),
+            )
+            for name, dtype in pairs
+        ],
+    )
+
+
+def all_kinds(dtypes=tuple(DTYPES)):
+    """Decorator: every rung in each of `dtypes` that it takes."""
+    return pytest.mark.parametrize(
+        ("rung", "dtype"),
+        [
+            pytest.param(name, DTYPES[dtype], id=f"{name}-{dtype}")
+            for name, rung in ladder.RUNGS.items()
+            for dtype in dtypes
+            if dtype in rung.dtypes
+        ],
+    )
+
+
 def run_rung(plan_forward, qkv, config, simulator, causal):
-    """Run a rung's launches on float32, float16 q, k, v: out, lse (NaN before), the reports."""
-    q, k, v = qkv
-    batch, seqlen_q, heads, _ = q.shape
-    out, lse = poisoned(q.shape, q.dtype), poisoned((batch, heads, seqlen_q), np.float32)
+    """Run a rung's launches on q, k, v: out, lse (NaN before), the reports."""
+    batch, seqlen_q, heads, head_dim = qkv[0].shape
+    dtype = qkv[0].dtype
+    out, lse = poisoned(qkv[0].shape, dtype), poisoned((batch, heads, seqlen_q), np.float32)
+    arrays = [x.view(np.uint16) if dtype == ml_dtypes.bfloat16 else x for x in (*qkv, out)]
     tensors = ForwardTensors(
-        *(q, k, v, out, lse),
-        np.float32(q.shape[-1] ** -0.5),
+        *(*arrays, lse),
+        np.float32(head_dim**-0.5),
         causal,
-        q.dtype.name,
+        dtype.name,
         lambda shape: poisoned(shape, np.float32),
     )
     return out, lse, SimulatorMachine(simulator).run(plan_forward(tensors, config))
 
 
 def with_small_tiles(machine, monkeypatch):
-    """Give the simulator the smallest tiles of 4 warps, so that small shapes have several of them.
+    """Give the simulator small tiles, so that small shapes have several of them.
 
     A GPU keeps the tiles of the product.
     """
     if machine != "gpu":
-        monkeypatch.setattr(interface, "choose_tiles", small_tiles)
+        monkeypatch.setattr(interface, "tiles_for", small_tiles)
     return machine
 
 
-def small_tiles(head_dim, shared_bytes_limit):
-    """16 x 16 tiles."""
-    return TileConfig(-(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, 16, 16, 4)
+SMALL_TILES = {
+    ladder.cuda_core_tiles: lambda head_dim: TileConfig(
+        -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, 16, 16, 4
+    ),
+    choose_split_q_tiles: lambda head_dim: TensorCoreConfig(head_dim, 32, 16, 2),
+    choose_sliced_k_tiles: lambda head_dim: TensorCoreConfig(head_dim, 16, 32, 2, sliced_k=True),
+}
+"""`Rung.choose_tiles` -> the smallest tiles of its kind for a head dim."""
+
+
+def small_tiles(rung, head_dim, limits):
+    """In place of `ladder.tiles_for`."""
+    return SMALL_TILES[rung.choose_tiles](head_dim)
 
 
 @pytest.fixture(autouse=True)

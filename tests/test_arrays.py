@@ -43,8 +43,8 @@ def fake_cupy(values, device=0, cls=FakeCupyArray):
     """A stand-in for a CuPy array on a GPU, laid out like the NumPy array `values`."""
     fake = cls()
     fake.shape, fake.strides, fake.dtype = values.shape, values.strides, values.dtype
-    fake.device = SimpleNamespace(id=device)
-    fake.data = SimpleNamespace(ptr=values.__array_interface__["data"][0])
+    address = values.__array_interface__["data"][0]
+    fake.data = SimpleNamespace(ptr=address, device_id=device)
     return fake
 
 

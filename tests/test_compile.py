@@ -15,9 +15,13 @@ import pytest
 from numba import cuda
 
 from fa2_numba import RUNGS
-from fa2_numba.config import choose_tiles
+from fa2_numba.config import DeviceLimits
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
+from fa2_numba.errors import ArgumentError
 from fa2_numba.launch import ForwardTensors, signature
+from fa2_numba.lessons.occupancy import blocks_per_multiprocessor
+
+from .conftest import CUDA_CORE_RUNGS, TENSOR_CORE_RUNGS
 
 ARCHITECTURES = {
     "sm_75": (7, 5),
@@ -30,6 +34,11 @@ ARCHITECTURES = {
 }
 KERNEL_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 MAX_REGISTERS = 255
+MOST_SPILLED = {("fa2_tensor_core", 128): 120, ("fa1_tensor_core", 256): 16}
+"""(Rung, head dim) -> bytes that it may store to and load from local memory, of each thread.
+
+All 255 registers are full there; what gives way is m, l and addresses, used once a tile.
+"""
 
 
 def ptxas():
@@ -40,15 +49,26 @@ def ptxas():
     return str(found[0]) if found else shutil.which("ptxas")
 
 
-def launches(rung, dtype, head_dim, architecture, causal):
-    """What a rung launches on a small problem, tiled for the architecture's shared memory."""
-    x = np.zeros((1, 1, 1, head_dim), KERNEL_DTYPES[dtype])
+def limits_of(architecture):
+    capability = ARCHITECTURES[architecture][:2]
+    return DeviceLimits(capability, SHARED_BYTES_PER_BLOCK[capability])
+
+
+def launches(rung, dtype, head_dim, architecture, causal, offset=0):
+    """The architecture's shared memory, and what a rung launches on a small problem, tiled for it.
+
+    offset: how many elements the arrays begin behind a multiple of 16 bytes.
+    """
+    room = np.zeros(head_dim + 64, KERNEL_DTYPES[dtype])
+    start = -room.__array_interface__["data"][0] % 16 // room.itemsize + offset
+    x = room[start : start + head_dim].reshape(1, 1, 1, head_dim)
     lse = np.zeros((1, 1, 1), np.float32)
     tensors = ForwardTensors(
         x, x, x, x, lse, np.float32(1), causal, dtype, lambda s: np.zeros(s, np.float32)
     )
-    limit = SHARED_BYTES_PER_BLOCK[ARCHITECTURES[architecture][:2]]
-    return limit, RUNGS[rung].plan_forward(tensors, choose_tiles(head_dim, limit))
+    limits = limits_of(architecture)
+    config = RUNGS[rung].choose_tiles(head_dim, limits)
+    return limits.shared_bytes_per_block, RUNGS[rung].plan_forward(tensors, config)
 
 
 def assemble(ptx, architecture, folder):
@@ -84,32 +104,114 @@ def compiled_cases():
             yield architecture, "float32", 256, True, False
 
 
+def tensor_core_cases():
+    """Both dtypes, each head dim and mask on Hopper, some elsewhere; most of it in the sweep.
+
+    Last of a case: the bytes by which arrays miss a multiple of 16.
+    """
+    default = {("float16", 64, False), ("bfloat16", 64, True), ("float16", 128, True)}
+    dims = (16, 64, 96, 128, 192, 256)
+    for case in itertools.product(("float16", "bfloat16"), dims, (False, True)):
+        yield "sm_90a", *case, 0, case not in default
+    yield "sm_90a", "float16", 40, True, 2, False
+    yield "sm_90a", "bfloat16", 128, False, 2, True
+    yield "sm_75", "float16", 64, True, 0, False
+    yield "sm_75", "float16", 40, False, 2, True
+    yield "sm_75", "float16", 128, False, 0, True
+    for architecture in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
+        yield architecture, "bfloat16", 64, False, 0, True
+        yield architecture, "float16", 128, True, 0, True
+
+
+def case_id(architecture, dtype, head_dim, causal, offset=0):
+    return f"{architecture}-{dtype}-d{head_dim}" + "-causal" * causal + "-unaligned" * (offset > 0)
+
+
+def compile_cases(cases):
+    marked = ((case[:-1], pytest.mark.sweep if case[-1] else ()) for case in cases)
+    return [pytest.param(*case, id=case_id(*case), marks=marks) for case, marks in marked]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "head_dim", "causal"),
-    [
-        pytest.param(
-            *case,
-            id=f"{case[0]}-{case[1]}-d{case[2]}" + ("-causal" if case[3] else ""),
-            marks=pytest.mark.sweep if in_sweep else (),
-        )
-        for *case, in_sweep in compiled_cases()
-    ],
+    ("architecture", "dtype", "head_dim", "causal"), compile_cases(compiled_cases())
 )
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", CUDA_CORE_RUNGS)
 def test_kernels_fit_the_architecture(rung, architecture, dtype, head_dim, causal, tmp_path):
     limit, planned = launches(rung, dtype, head_dim, architecture, causal)
     for launch in planned:
-        name = launch.kernel.py_func.__name__
-        ptx, _ = cuda.compile_ptx(
-            launch.kernel.py_func, signature(launch.arguments), cc=ARCHITECTURES[architecture]
-        )
         assert launch.shared_bytes <= limit
-        assert ".f64" not in ptx, f"{name} computes in float64"
-        assert ".local" not in ptx, f"{name} keeps an array in local memory"
-        registers, spilled, stack = assemble(ptx, architecture, tmp_path)
-        assert (spilled, stack) == (0, 0), f"{name} spills {spilled} bytes, stack {stack}"
-        assert registers <= MAX_REGISTERS
-        assert registers * launch.threads <= 65_536
+        assert check_kernel(launch, architecture, tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "head_dim", "causal", "offset"), compile_cases(tensor_core_cases())
+)
+@pytest.mark.parametrize("rung", TENSOR_CORE_RUNGS)
+def test_tensor_core_kernels_fit_the_architecture(
+    rung, architecture, dtype, head_dim, causal, offset, tmp_path
+):
+    limit, (launch,) = launches(rung, dtype, head_dim, architecture, causal, offset // 2)
+    assert launch.shared_bytes <= limit
+    spilled = check_kernel(launch, architecture, tmp_path)
+    assert spilled <= MOST_SPILLED.get((rung, head_dim), 0)
+
+
+def check_kernel(launch, architecture, folder):
+    """Compile a kernel and see that it fits; returns the bytes that it spills."""
+    name = launch.kernel.py_func.__name__
+    ptx, _ = cuda.compile_ptx(
+        launch.kernel.py_func, signature(launch.arguments), cc=ARCHITECTURES[architecture]
+    )
+    assert ".f64" not in ptx, f"{name} computes in float64"
+    assert ".local" not in ptx, f"{name} keeps an array in local memory"
+    registers, spilled, stack = assemble(ptx, architecture, folder)
+    assert stack <= spilled, f"{name} has a stack of {stack} bytes, spills {spilled}"
+    assert registers <= MAX_REGISTERS
+    capability = ARCHITECTURES[architecture][:2]
+    assert blocks_per_multiprocessor(
+        registers, launch.shared_bytes, launch.threads, capability
+    ).blocks
+    return spilled
+
+
+# Tiles of the tensor-core rungs and how many blocks a multiprocessor has shared memory for.
+
+CHOSEN = {
+    "fa1_tensor_core": {
+        "sm_75": {64: "m16_n128_w4: 1", 128: "m16_n64_w2: 1", 256: ""},
+        "sm_80": {64: "m32_n256_w8: 1", 128: "m16_n128_w8: 1", 256: "m16_n64_w4: 1"},
+        "sm_86": {64: "m16_n128_w8: 1", 128: "m16_n64_w4: 1", 256: "m16_n32_w2: 1"},
+        "sm_90a": {64: "m32_n512_w8: 1", 128: "m16_n256_w8: 1", 256: "m16_n128_w4: 1"},
+    },
+    "fa2_tensor_core": {
+        "sm_75": {64: "m128_n32_w4: 2", 128: "m128_n64_w4: 1", 256: "m64_n32_w4: 1"},
+        "sm_80": {64: "m128_n64_w4: 4", 128: "m128_n64_w4: 2", 256: "m64_n32_w4: 2"},
+        "sm_86": {64: "m128_n64_w4: 3", 128: "m128_n32_w4: 2", 256: "m64_n64_w4: 1"},
+        "sm_90a": {64: "m128_n64_w4: 6", 128: "m128_n64_w4: 3", 256: "m64_n64_w4: 2"},
+    },
+}
+SAME_SHARED_MEMORY = {"sm_89": "sm_86", "sm_100": "sm_90a", "sm_120": "sm_86"}
+
+
+def chosen(rung, architecture, head_dim):
+    try:
+        config = RUNGS[rung].choose_tiles(head_dim, limits_of(architecture))
+    except ArgumentError:
+        return ""
+    capability = ARCHITECTURES[architecture][:2]
+    room = blocks_per_multiprocessor(
+        MAX_REGISTERS, config.shared_bytes, config.num_threads, capability
+    )
+    assert room.registers >= min(room.shared_memory, 2 if config.num_warps <= 4 else 1)
+    tiles = str(config).partition("_")[2].removesuffix("_sm75")
+    return f"{tiles}: {room.shared_memory}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("rung", CHOSEN)
+def test_tiles_and_blocks_of_a_multiprocessor(rung, architecture):
+    expected = CHOSEN[rung][SAME_SHARED_MEMORY.get(architecture, architecture)]
+    assert {d: chosen(rung, architecture, d) for d in expected} == expected
 
 
 def test_a_float64_constant_would_be_seen():

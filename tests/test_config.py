@@ -1,12 +1,21 @@
 """Tile configurations: which are legal, and which one a device gets."""
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2_numba.config import TileConfig, choose_tiles
+from fa2_numba.config import DeviceLimits, TileConfig, choose_tiles
+from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
+from fa2_numba.errors import ArgumentError
+from fa2_numba.tensor_core_config import (
+    TensorCoreConfig,
+    choose_sliced_k_tiles,
+    choose_split_q_tiles,
+)
 
 FIELDS = ("head_dim", "block_m", "block_n", "num_warps")
 KIB = 1024
@@ -166,3 +175,105 @@ def test_tiles_grow_with_the_device():
 def test_a_choice_nobody_can_have_is_refused(head_dim, num_warps, field):
     with pytest.raises(ValueError, match=f"{field}="):
         choose_tiles(head_dim, 99 * KIB, num_warps)
+
+
+# Tiles of the tensor-core rungs.
+
+
+@st.composite
+def legal_tensor_core_fields(draw):
+    """Fields that construct; a sliced-K tile has as many rows as its threads sum at a time."""
+    num_warps, sliced_k = draw(st.sampled_from([2, 4, 6, 8])), draw(st.booleans())
+    head_dim = draw(st.integers(1, 256))
+    line_cols = 32 if -(-head_dim // 32) % 2 else 64
+    rows = math.lcm(16, 128 * num_warps // line_cols) if sliced_k else 16 * num_warps
+    cols = 16 * num_warps if sliced_k else 16
+    return {
+        "head_dim": head_dim,
+        "block_m": rows * draw(st.integers(1, 4)),
+        "block_n": cols * draw(st.integers(1, 4)),
+        "num_warps": num_warps,
+        "turing": draw(st.booleans()),
+        "sliced_k": sliced_k,
+    }
+
+
+@given(legal_tensor_core_fields())
+def test_what_lanes_own_makes_up_the_tiles_of_tensor_cores(fields):
+    config = TensorCoreConfig(**fields)
+    assert 0 <= config.padded_dim - config.head_dim < 32 and config.padded_dim % 32 == 0
+    assert config.num_lines * config.line_cols == config.padded_dim
+    assert config.num_lines * config.line_fragments * 16 == config.padded_dim
+    assert config.line_chunks == (8 if config.padded_dim % 64 == 0 else 4)
+    slices = (1, config.num_warps) if config.sliced_k else (config.num_warps, 1)
+    elements = config.sliced_k_elements if config.sliced_k else config.split_q_elements
+    rows, cols, out_cols = elements
+    assert (8 * rows * slices[0], 4 * cols * slices[1]) == (config.block_m, config.block_n)
+    assert 4 * out_cols == config.padded_dim
+    if config.sliced_k:
+        own_rows, step = config.owned_rows
+        assert own_rows * step == config.block_m
+        assert step * config.line_cols == 4 * config.num_threads
+    tiles = (1 + config.sliced_k) * config.block_m + 2 * config.block_n
+    assert config.shared_bytes >= 2 * tiles * config.padded_dim
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"head_dim": 0}, "head_dim"),
+        ({"head_dim": 257}, "head_dim"),
+        ({"num_warps": 0}, "num_warps"),
+        ({"num_warps": 3}, "num_warps"),
+        ({"num_warps": 9}, "num_warps"),
+        ({"block_m": 32}, "block_m"),
+        ({"block_m": 0}, "block_m"),
+        ({"block_n": 24}, "block_n"),
+        ({"block_n": 16, "block_m": 16, "sliced_k": True}, "block_n"),
+        ({"block_m": 64.0}, "block_m"),
+        ({"turing": 1}, "turing"),
+        ({"sliced_k": None}, "sliced_k"),
+    ],
+    ids=str,
+)
+def test_illegal_tiles_of_tensor_cores_are_refused_by_field_and_value(changes, field):
+    fields = {"head_dim": 64, "block_m": 64, "block_n": 64} | changes
+    with pytest.raises(ValueError, match=re.escape(f"{field}={fields[field]!r}: must be ")):
+        TensorCoreConfig(**fields)
+
+
+def test_tensor_core_configurations_are_values():
+    config = TensorCoreConfig(40, 64, 32)
+    assert config == TensorCoreConfig(40, 64, 32, 4, turing=False, sliced_k=False)
+    assert hash(config) == hash(TensorCoreConfig(40, 64, 32))
+    assert str(config) == "d40_m64_n32_w4"
+    assert str(TensorCoreConfig(40, 64, 32, turing=True)) == "d40_m64_n32_w4_sm75"
+
+
+@pytest.mark.parametrize("choose", [choose_split_q_tiles, choose_sliced_k_tiles])
+@pytest.mark.parametrize("capability", SHARED_BYTES_PER_BLOCK, ids=str)
+def test_chosen_tiles_of_tensor_cores_fit(capability, choose):
+    limits = DeviceLimits(capability, SHARED_BYTES_PER_BLOCK[capability])
+    for head_dim in range(1, 257):
+        try:
+            config = choose(head_dim, limits)
+        except ArgumentError as refusal:
+            assert capability == (7, 5) and choose is choose_sliced_k_tiles and head_dim > 128
+            assert "use another rung" in str(refusal)
+            continue
+        assert config.shared_bytes <= limits.shared_bytes_per_block
+        assert config.head_dim == head_dim
+        assert config.turing == (capability == (7, 5))
+        assert config.sliced_k == (choose is choose_sliced_k_tiles)
+
+
+def test_two_blocks_share_a_multiprocessor_where_the_rows_allow_it():
+    """Registers hold 32 rows a warp up to head dim 128, shared memory then two blocks."""
+    for capability, size in SHARED_BYTES_PER_BLOCK.items():
+        limits = DeviceLimits(capability, size)
+        for head_dim in range(1, 257):
+            config = choose_split_q_tiles(head_dim, limits)
+            assert config.block_m == (128 if head_dim <= 128 else 64)
+            smallest = replace(config, block_n=32)
+            if 2 * (smallest.shared_bytes + KIB) <= size + KIB:
+                assert 2 * (config.shared_bytes + KIB) <= size + KIB

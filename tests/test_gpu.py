@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from fa2_numba import RUNGS, ArgumentError, Simulator, flash_attn_func
+from fa2_numba import RUNGS, ArgumentError, Simulator, flash_attn_func, interface
 from fa2_numba.errors import ArgumentTypeError
 from fa2_numba.launch import GpuMachine
+from fa2_numba.tensor_core_config import TensorCoreConfig
 from fa2_numba.testing import assert_attention, compare_attention, random_qkv
+
+from .conftest import DTYPES, TENSOR_CORE_RUNGS, all_kinds, kinds, small_tiles
 
 pytestmark = pytest.mark.gpu
 rungs = pytest.mark.parametrize("rung", RUNGS)
-DTYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 @pytest.fixture
@@ -42,8 +44,7 @@ def from_torch(torch, tensor):
     return tensor.cpu().numpy()
 
 
-@rungs
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@all_kinds()
 def test_cupy_arrays(cupy, dtype, rung):
     host = random_qkv(2, 65, 130, 4, 2, 64, dtype, seed=0)
     q, k, v = (cupy.asarray(x) for x in host)
@@ -52,8 +53,7 @@ def test_cupy_arrays(cupy, dtype, rung):
     assert_attention(out.get(), lse.get(), *host, causal=True)
 
 
-@rungs
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@all_kinds()
 def test_torch_tensors(torch, dtype, rung):
     host = random_qkv(2, 65, 130, 4, 2, 64, dtype, seed=1)
     q, k, v = (to_torch(torch, x) for x in host)
@@ -62,8 +62,7 @@ def test_torch_tensors(torch, dtype, rung):
     assert_attention(from_torch(torch, out), lse.cpu().numpy(), *host, causal=True)
 
 
-@rungs
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@all_kinds(("float32", "float16"))
 def test_numba_device_arrays(dtype, rung):
     host = random_qkv(1, 40, 50, 2, 2, 32, dtype, seed=2)
     q, k, v = (cuda.to_device(x) for x in host)
@@ -98,9 +97,9 @@ def test_any_alignment(cupy, offset, rung):
     assert_attention(out.get(), lse.get(), *host)
 
 
-@rungs
-def test_zero_strides(cupy, rung):
-    q, k, v = random_qkv(3, 10, 20, 2, 2, 16, np.float32, seed=5)
+@kinds()
+def test_zero_strides(cupy, rung, dtype):
+    q, k, v = random_qkv(3, 10, 20, 2, 2, 16, dtype, seed=5)
     k, v = np.broadcast_to(k[:1], k.shape), np.broadcast_to(v[:1], v.shape)
     devices = [cupy.asarray(q)] + [cupy.broadcast_to(cupy.asarray(x[:1]), x.shape) for x in (k, v)]
     out, lse = flash_attn_func(*devices, rung=rung, return_lse=True)
@@ -125,9 +124,10 @@ def test_out_is_written_in_place_and_memory_stays_flat(cupy):
     assert len(used) == 1
 
 
-def test_runs_on_the_current_stream_without_synchronising(cupy):
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_runs_on_the_current_stream_without_synchronising(cupy, dtype):
     """The call returns while an earlier kernel on its stream still runs, and waits behind it."""
-    q, k, v = (cupy.asarray(x) for x in random_qkv(1, 64, 64, 2, 2, 64, np.float32, seed=7))
+    q, k, v = (cupy.asarray(x) for x in random_qkv(1, 64, 64, 2, 2, 64, dtype, seed=7))
     expected = flash_attn_func(q, k, v)
     late = cupy.zeros_like(q)
     sleep = cupy.RawKernel(
@@ -148,8 +148,9 @@ def test_runs_on_the_current_stream_without_synchronising(cupy):
     cupy.testing.assert_array_equal(out, expected)
 
 
-def test_torch_stream(torch):
-    q, k, v = (to_torch(torch, x) for x in random_qkv(1, 64, 64, 2, 2, 64, np.float32, seed=8))
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_torch_stream(torch, dtype):
+    q, k, v = (to_torch(torch, x) for x in random_qkv(1, 64, 64, 2, 2, 64, dtype, seed=8))
     expected = flash_attn_func(q * 1.0, k, v)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -174,10 +175,16 @@ def test_gpu_and_simulator_in_one_process(cupy):
         assert_attention(got[0].get(), got[1].get(), *host)
 
 
-@pytest.mark.parametrize("rung", ["fa1_sliced_k", "fa2_split_q"])
-def test_more_heads_than_one_grid_dimension_holds(cupy, rung):
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [
+        *(("fa1_sliced_k", np.float32), ("fa2_split_q", np.float32)),
+        *(("fa1_tensor_core", np.float16), ("fa2_tensor_core", np.float16)),
+    ],
+)
+def test_more_heads_than_one_grid_dimension_holds(cupy, rung, dtype):
     batch, heads = 70_000, 2
-    q = cupy.random.standard_normal((batch, 2, heads, 8), dtype=np.float32)
+    q = cupy.random.standard_normal((batch, 2, heads, 8), dtype=np.float32).astype(dtype)
     out = flash_attn_func(q, q, q, rung=rung)
     for b in (0, 32_767, 32_768, 65_535, 65_536, batch - 1):
         one = q[b : b + 1].get()
@@ -204,7 +211,8 @@ def test_offsets_beyond_32_bits(cupy, rung):
     assert_attention(out.get(), lse.get(), *host, causal=True)
 
 
-def test_long_row_offsets_beyond_32_bits(cupy):
+@rungs
+def test_long_row_offsets_beyond_32_bits(cupy, rung):
     """seqlen x row stride itself exceeds 2^31 elements."""
     host = random_qkv(1, 70, 70, 1, 1, 64, np.float16, seed=11)
     step = 2**31 // 69 + 64
@@ -214,8 +222,42 @@ def test_long_row_offsets_beyond_32_bits(cupy):
         view = cupy.lib.stride_tricks.as_strided(buffer, x.shape, (2, 2 * step, 2, 2))
         view[...] = cupy.asarray(x)
         views.append(view)
-    out, lse = flash_attn_func(*views, return_lse=True)
+    out, lse = flash_attn_func(*views, rung=rung, return_lse=True)
     assert_attention(out.get(), lse.get(), *host)
+
+
+@pytest.mark.parametrize("rung", TENSOR_CORE_RUNGS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [16, 33, 64, 96, 100, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensor_cores_on_many_tiles(dtype, head_dim, causal, rung):
+    host = random_qkv(1, 700, 830, 4, 2, head_dim, DTYPES[dtype], seed=16)
+    out, lse = flash_attn_func(*host, causal=causal, rung=rung, machine="gpu", return_lse=True)
+    assert_attention(out, lse, *host, causal=causal)
+
+
+@pytest.mark.parametrize("rung", TENSOR_CORE_RUNGS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_gpu_repeats_what_tensor_cores_compute_bit_for_bit(dtype, rung):
+    host = random_qkv(2, 333, 444, 4, 4, 64, DTYPES[dtype], seed=17)
+    options = {"causal": True, "rung": rung, "machine": "gpu"}
+    first, *others = (flash_attn_func(*host, **options) for _ in range(5))
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize("rung", TENSOR_CORE_RUNGS)
+@pytest.mark.parametrize("head_dim", [33, 64, 128])
+def test_the_instructions_of_turing_on_any_gpu(head_dim, rung, monkeypatch):
+    def turing_tiles(rung, head_dim, limits):
+        small = small_tiles(rung, head_dim, limits)
+        fields = head_dim, small.block_m, small.block_n, small.num_warps
+        return TensorCoreConfig(*fields, turing=True, sliced_k=small.sliced_k)
+
+    monkeypatch.setattr(interface, "tiles_for", turing_tiles)
+    host = random_qkv(1, 65, 130, 2, 1, head_dim, np.float16, seed=18)
+    out, lse = flash_attn_func(*host, causal=True, rung=rung, machine="gpu", return_lse=True)
+    assert_attention(out, lse, *host, causal=True)
 
 
 def test_mixed_places_are_refused(cupy, torch):

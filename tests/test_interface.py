@@ -3,6 +3,7 @@
 import gc
 import inspect
 import tracemalloc
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from fa2_numba import RUNGS, ArgumentError, Simulator, flash_attn_func, interfac
 from fa2_numba.arrays import DTYPES
 from fa2_numba.config import TileConfig
 from fa2_numba.errors import ArgumentTypeError
+from fa2_numba.ladder import cuda_core_tiles
 from fa2_numba.launch import SimulatorMachine
 from fa2_numba.simulator import RunTooLongError
 from fa2_numba.testing import assert_attention, poisoned, random_qkv
 
-from .conftest import FAST_SIMULATOR
+from .conftest import CUDA_CORE_RUNGS, FAST_SIMULATOR, small_tiles
 from .test_arrays import Subclass, address_of, fake_cupy, fake_numba
 
 TILES = TileConfig(head_dim=16, block_m=8, block_n=8, num_warps=2)
@@ -27,9 +29,17 @@ rungs = pytest.mark.parametrize("rung", RUNGS)
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Tiles of 8 x 8, so that the simulator is fast and 20 keys are three tiles."""
-    monkeypatch.setattr(interface, "choose_tiles", lambda head_dim, limit: TILES)
+def smallest_tiles(monkeypatch):
+    """Tiles of 8 x 8, so that the simulator is fast and 20 keys are three tiles.
+
+    Those of tensor cores cannot be so small.
+    """
+
+    def tiles_for(rung, head_dim, limits):
+        is_cuda_core = rung.choose_tiles is cuda_core_tiles
+        return TILES if is_cuda_core else small_tiles(rung, head_dim, limits)
+
+    monkeypatch.setattr(interface, "tiles_for", tiles_for)
 
 
 @pytest.fixture
@@ -52,6 +62,10 @@ def attend(q, k, v, **options):
 def qkv(seqlen_q=5, seqlen_k=20, heads=2, kv_heads=1, head_dim=9, dtype="float32", batch=1):
     sizes = (batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim)
     return random_qkv(*sizes, DTYPES[dtype], seed=sum(sizes))
+
+
+def widest_dtype(rung):
+    return "float32" if rung in CUDA_CORE_RUNGS else "float16"
 
 
 def bits(value):
@@ -298,7 +312,7 @@ def check_strided(layout, dtype, **options):
 @rungs
 @layouts
 def test_strides_change_nothing(layout, rung):
-    check_strided(layout, "float32", rung=rung, causal=True)
+    check_strided(layout, widest_dtype(rung), rung=rung, causal=True)
 
 
 @layouts
@@ -425,7 +439,7 @@ SCALES = [0.3, -0.7, 0.0, 1, Fraction(1, 3), np.float32(0.25), np.float16(0.5), 
 @rungs
 @pytest.mark.parametrize("scale", SCALES, ids=repr)
 def test_softmax_scale(scale, rung):
-    q, k, v = qkv()
+    q, k, v = qkv(dtype=widest_dtype(rung))
     out, lse = attend(q, k, v, rung=rung, softmax_scale=scale, causal=True, return_lse=True)
     assert_attention(out, lse, q, k, v, softmax_scale=float(scale), causal=True)
 
@@ -792,6 +806,56 @@ def test_an_expanded_tensor_is_no_out(no_launch):
     assert bool((out == 0).all())
 
 
+# Which rung.
+
+
+def newer(rung, **capabilities):
+    """A rung that takes some dtypes only, each from a compute capability on."""
+    return replace(RUNGS["fa2_split_q"], name=rung, dtypes=capabilities)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "highest"),
+    [
+        ((7, 5), "float16", "half"),
+        ((7, 5), "bfloat16", "fa2_split_q"),
+        ((7, 5), "float32", "fa2_split_q"),
+        ((8, 0), "bfloat16", "half"),
+        ((9, 0), "bfloat16", "hopper"),
+        ((9, 0), "float16", "half"),
+        ((9, 0), "float32", "fa2_split_q"),
+    ],
+)
+def test_auto_is_the_highest_rung_that_runs_on_the_device(capability, dtype, highest, monkeypatch):
+    monkeypatch.setitem(RUNGS, "half", newer("half", float16=(7, 5), bfloat16=(8, 0)))
+    monkeypatch.setitem(RUNGS, "hopper", newer("hopper", bfloat16=(9, 0)))
+    machine = Simulator(checks=False, progress=False, compute_capability=capability)
+    _, report = attend(*qkv(seqlen_k=3, dtype=dtype), machine=machine, report=True)
+    assert report.name == highest
+
+
+def test_a_rung_that_needs_a_newer_device_is_refused(monkeypatch, no_launch):
+    monkeypatch.setitem(RUNGS, "half", newer("half", float16=(7, 5), bfloat16=(8, 0)))
+    machine = Simulator(compute_capability=(7, 5))
+    refusals = {
+        "bfloat16": "rung='half': takes bfloat16 from compute capability 8.0 on; "
+        "this device has 7.5",
+        "float32": "rung='half': takes float16, bfloat16, not float32",
+    }
+    for dtype, message in refusals.items():
+        with pytest.raises(ArgumentError) as refusal:
+            attend(*qkv(dtype=dtype), rung="half", machine=machine)
+        assert str(refusal.value) == message
+
+
+def test_a_dtype_that_no_rung_takes_on_the_device_is_refused(monkeypatch, no_launch):
+    for name in list(RUNGS):
+        monkeypatch.setitem(RUNGS, name, newer(name, bfloat16=(9, 0)))
+    message = "rung='auto': no rung takes bfloat16 on compute capability 7.5"
+    with pytest.raises(ArgumentError, match=message):
+        attend(*qkv(dtype="bfloat16"), machine=Simulator(compute_capability=(7, 5)))
+
+
 # Which machine, and for how long.
 
 
@@ -835,7 +899,8 @@ def test_a_run_that_takes_too_long_is_refused_with_the_estimate(causal, no_launc
     with pytest.raises(RunTooLongError) as refusal:
         attend(q, k, k, causal=causal, out=out, machine=Simulator(progress=False))
     message = str(refusal.value)
-    seconds = 2 * 200_000 * (8 * 8 * 16) * interface.SIMULATED_SECONDS_PER_MULTIPLY_ADD[True]
+    seconds_each = interface.SIMULATED_SECONDS_PER_MULTIPLY_ADD[TileConfig][True]
+    seconds = 2 * 200_000 * (8 * 8 * 16) * seconds_each
     for part in (f"about {seconds:.0f} s", "limit is 600 s", str(q.shape), "max_seconds=None"):
         assert part in message
     assert np.isnan(out).all()

@@ -19,7 +19,7 @@ from fa2_numba.data import load_smollm2
 from fa2_numba.demo import check, heads, options, plot, report, run, timing
 from fa2_numba.demo.problem import load
 from fa2_numba.kernels import fa2_split_q
-from fa2_numba.ladder import CUDA_CORE_DTYPES, RUNGS, Rung
+from fa2_numba.ladder import CUDA_CORE_DTYPES, RUNGS, Rung, cuda_core_tiles
 from fa2_numba.launch import KernelLaunch, gpu_available
 from fa2_numba.reference import attention_forward, attention_forward_same_precision, visible
 
@@ -191,7 +191,7 @@ def test_a_plot_without_matplotlib_is_refused(monkeypatch, capsys):
 
 
 def test_a_rung_that_does_not_take_the_dtype_is_refused_or_left_out(monkeypatch, capsys):
-    half_only = replace(RUNGS["fa2_split_q"], name="half_only", dtypes=("float16",))
+    half_only = replace(RUNGS["fa2_split_q"], name="half_only", dtypes={"float16": (5, 0)})
     monkeypatch.setitem(RUNGS, "half_only", half_only)
     assert "half_only" in options.parse([]).rungs
     assert "half_only" not in options.parse(["--dtype", "float32"]).rungs
@@ -286,7 +286,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("plan", "complaint"), FAULTS.values(), ids=FAULTS)
 def test_a_broken_rung_fails(plan, complaint, monkeypatch, capsys):
-    rung = Rung("broken", "wrong on purpose", "this test", CUDA_CORE_DTYPES, plan)
+    rung = Rung("broken", "wrong on purpose", "this test", CUDA_CORE_DTYPES, cuda_core_tiles, plan)
     monkeypatch.setitem(RUNGS, "broken", rung)
     assert main(["--rung", "broken", *TINY]) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -295,7 +295,7 @@ def test_a_broken_rung_fails(plan, complaint, monkeypatch, capsys):
 
 
 def test_a_broken_rung_fails_in_json_next_to_a_sound_one(monkeypatch, capsys, tmp_path):
-    rung = Rung("broken", "", "", CUDA_CORE_DTYPES, FAULTS["writes-nothing"][0])
+    rung = Rung("broken", "", "", CUDA_CORE_DTYPES, cuda_core_tiles, FAULTS["writes-nothing"][0])
     monkeypatch.setitem(RUNGS, "broken", rung)
     assert main(["--rung", "broken,fa2_split_q", "--json", *TINY]) == 1
     record = json.loads(capsys.readouterr().out)
@@ -316,7 +316,8 @@ def test_a_rung_that_raises_fails_and_the_others_go_on(error, monkeypatch, capsy
         raise error
 
     for name in ("broken", "broken_too"):
-        monkeypatch.setitem(RUNGS, name, Rung(name, "raises", "this test", CUDA_CORE_DTYPES, plan))
+        rung = Rung(name, "raises", "this test", CUDA_CORE_DTYPES, cuda_core_tiles, plan)
+        monkeypatch.setitem(RUNGS, name, rung)
     assert main(["--rung", "broken,fa2_split_q,broken_too", *TINY]) == 1
     printed = capsys.readouterr().out
     rows = [line.split()[0] for line in printed.splitlines() if "stopped" in line]
@@ -329,7 +330,9 @@ def test_an_interrupt_ends_the_demo(monkeypatch):
     def plan(tensors, config):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(RUNGS, "broken", Rung("broken", "", "", CUDA_CORE_DTYPES, plan))
+    monkeypatch.setitem(
+        RUNGS, "broken", Rung("broken", "", "", CUDA_CORE_DTYPES, cuda_core_tiles, plan)
+    )
     with pytest.raises(KeyboardInterrupt):
         main(["--rung", "broken", *TINY])
 
@@ -352,7 +355,7 @@ def test_a_rung_does_not_pass_by_what_a_sound_one_left_in_memory(tokens, monkeyp
         elsewhere = replace(tensors, LSE=np.empty(tensors.LSE.shape, np.float32))
         return fa2_split_q.plan_forward(elsewhere, config)
 
-    rung = Rung("broken", "writes no lse", "this test", CUDA_CORE_DTYPES, plan)
+    rung = Rung("broken", "writes no lse", "this test", CUDA_CORE_DTYPES, cuda_core_tiles, plan)
     monkeypatch.setitem(RUNGS, "broken", rung)
     asked = ["--rung", "broken,fa2_split_q", "--tokens", tokens, "--heads", "1", "--json"]
     assert main([*asked, *SIMULATED]) == 1
@@ -361,7 +364,7 @@ def test_a_rung_does_not_pass_by_what_a_sound_one_left_in_memory(tokens, monkeyp
 
 
 def test_without_a_sound_rung_nothing_is_plotted(monkeypatch, capsys, tmp_path):
-    rung = Rung("broken", "", "", CUDA_CORE_DTYPES, FAULTS["writes-nothing"][0])
+    rung = Rung("broken", "", "", CUDA_CORE_DTYPES, cuda_core_tiles, FAULTS["writes-nothing"][0])
     monkeypatch.setitem(RUNGS, "broken", rung)
     file = tmp_path / "maps.png"
     assert main(["--rung", "broken", "--plot", str(file), *TINY]) == 1

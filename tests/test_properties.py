@@ -65,7 +65,7 @@ def check(problem, rung, dtype, machine):
 )
 @given(problem=problems(largest_seqlen=35, largest_head_dim=20))
 def test_any_problem_in_the_simulator(monkeypatch, problem, rung):
-    monkeypatch.setattr("fa2_numba.interface.choose_tiles", small_tiles)
+    monkeypatch.setattr("fa2_numba.interface.tiles_for", small_tiles)
     check(problem, rung, np.float16, SIMULATOR)
 
 

@@ -18,11 +18,11 @@ from rich.console import Console
 from fa2_numba import rung_diff
 from fa2_numba.__main__ import main
 from fa2_numba.errors import ArgumentError
-from fa2_numba.ladder import RUNGS
+from fa2_numba.ladder import RUNGS, cuda_core_rungs
 from fa2_numba.rung_diff import SAME, UNCOUNTED, changed_lines, diff_rungs
 
 ROOT = Path(__file__).parents[1]
-FLASH_RUNGS = [name for name in RUNGS if name.startswith("fa")]
+FLASH_RUNGS = [name for name in cuda_core_rungs() if name.startswith("fa")]
 MAX_CHANGED_LINES = 60
 
 SOURCE = '''"""Module.

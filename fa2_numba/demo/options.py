@@ -21,8 +21,9 @@ BUDGET_SECONDS = 75
 """What all rungs together may take in the simulator by default: about a minute."""
 
 SECONDS_PER_TILE = 2.0
-"""What a rung takes to simulate one head's 64 x 64 scores (D = 64) with all checks on: measured 1.7
-to 2.4 on one core of a 2-core machine."""
+"""What a rung takes to simulate one head's 64 x 64 scores (D = 64) with all checks on: measured 1.6
+to 2.4 on one core of a 2-core machine, 1.1 of fa2_tensor_core. (fa1_tensor_core has key tiles that
+64 keys do not fill: it takes 4.6.)"""
 
 EPILOG = """\
 commands, each with a --help of its own:

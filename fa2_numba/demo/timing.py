@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numba import cuda
 from numba.cuda.core.errors import NumbaPerformanceWarning
+from numpy.typing import DTypeLike
 
 from fa2_numba.arrays import DTYPES, KERNEL_DTYPES
-from fa2_numba.config import choose_tiles
-from fa2_numba.ladder import RUNGS, Rung
-from fa2_numba.launch import ForwardTensors, GpuMachine, KernelLaunch
+from fa2_numba.ladder import RUNGS, Rung, tiles_for
+from fa2_numba.launch import ForwardTensors, GpuArray, GpuMachine, KernelLaunch
+from fa2_numba.staging import device_workspace, gpu_view
 from fa2_numba.testing import random_qkv
 
 WARM_UPS = 2
@@ -108,7 +109,7 @@ def _milliseconds(rung: Rung, shape: Shape, dtype: str) -> float | None:
         return None
     machine = GpuMachine(cuda.get_current_device().id)
     tensors = _random_tensors(shape, dtype)
-    config = choose_tiles(shape.head_dim, machine.shared_bytes_per_block)
+    config = tiles_for(rung, shape.head_dim, machine.limits)
     launches = rung.plan_forward(tensors, config)
     for _ in range(WARM_UPS):
         machine.run(launches)
@@ -118,18 +119,22 @@ def _milliseconds(rung: Rung, shape: Shape, dtype: str) -> float | None:
 def _random_tensors(shape: Shape, dtype: str) -> ForwardTensors:
     sizes = shape.batch, shape.seqlen, shape.seqlen, shape.heads, shape.heads, shape.head_dim
     host = random_qkv(*sizes, DTYPES[dtype])
-    q, k, v = (cuda.to_device(array.view(KERNEL_DTYPES[dtype])) for array in host)
+    q, k, v = (gpu_view(cuda.to_device(array.view(KERNEL_DTYPES[dtype]))) for array in host)
     return ForwardTensors(
         Q=q,
         K=k,
         V=v,
-        O=cuda.device_array_like(q),
-        LSE=cuda.device_array((shape.batch, shape.heads, shape.seqlen), np.float32),
+        O=_new_array(q.shape, q.dtype),
+        LSE=_new_array((shape.batch, shape.heads, shape.seqlen)),
         softmax_scale=np.float32(1 / math.sqrt(shape.head_dim)),
         causal=True,
         dtype=dtype,
-        allocate=lambda sizes: cuda.device_array(sizes, np.float32),
+        allocate=_new_array,
     )
+
+
+def _new_array(sizes: tuple[int, ...], dtype: DTypeLike = np.float32) -> GpuArray:
+    return gpu_view(device_workspace(sizes, dtype))
 
 
 def _timed_run(machine: GpuMachine, launches: list[KernelLaunch]) -> float:
