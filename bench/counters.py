@@ -24,6 +24,7 @@ from numba import cuda
 
 from bench import timing
 from bench.comparison import FAR_OFF, METRICS, OPCODES, THREAD_OPCODES, finish, table
+from fa2_numba.ladder import cuda_core_rungs
 
 ROOT = Path(__file__).parents[1]
 SHAPE = (4, 32, 1024, 64)
@@ -187,7 +188,7 @@ def write(out: Path, result: dict) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    rungs = timing.cuda_core_rungs()
+    rungs = cuda_core_rungs()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, help="result file; default bench/results/<gpu>/counters.json"

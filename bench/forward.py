@@ -1,112 +1,173 @@
-"""Time the forward pass of every rung and of torch's backends: `python -m bench.forward`."""
+"""Time the tensor-core rungs and torch's attention on a GPU: `python -m bench.forward`.
+
+float16 and bfloat16, with and without a mask, over head dims and lengths that all have the same
+number of elements. `--table FILE` writes recorded times into a file as a table, without a GPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
-from bench.timing import (
-    environment,
-    forward_flops,
-    import_torch,
-    results_file,
-    summary,
-    time_once,
-)
-from fa2_numba import RUNGS, flash_attn_func
-from fa2_numba.reference import attention_forward, attention_forward_same_precision
-from fa2_numba.testing import compare
+from bench import forward_summary, timing
+from bench.ladder import Sample, make_samples, take_times
+from fa2_numba import flash_attn_func
+from fa2_numba.arrays import describe
+from fa2_numba.testing import Comparison, compare
 
-if TYPE_CHECKING:
-    import torch
-
-WARM_UPS = 3
-ROUNDS = 9
+TOKENS = 16384
+"""Of all batch elements together."""
+COLUMNS = 2048
+"""Of all heads together."""
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_SEQLENS = (1024, 4096)
+DTYPES = ("float16", "bfloat16")
+QUICK_DTYPES = DTYPES[:1]
+RUNGS = ("fa2_tensor_core", "fa1_tensor_core")
 BACKENDS = {
-    "torch_math": "MATH",
-    "torch_efficient": "EFFICIENT_ATTENTION",
     "torch_flash": "FLASH_ATTENTION",
     "torch_cudnn": "CUDNN_ATTENTION",
+    "torch_efficient": "EFFICIENT_ATTENTION",
 }
 """Name -> torch's `SDPBackend`."""
-# batch, heads, seqlen, head_dim: 16k tokens, 2048 columns in all heads.
-SHAPES = [(16, 32, 1024, 64), (4, 32, 4096, 64), (4, 16, 4096, 128)]
+SLOW_MS = 20.0
+SLOW_ROUNDS = 5
+CHECKED_ROWS = 64
+MATMUL_SIZE = 8192
+RECORDED = timing.results_file("NVIDIA H200", "forward.json")
 
 
-def contestants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict:
+@dataclass(frozen=True)
+class Problem:
+    """Self-attention on `TOKENS` tokens."""
+
+    dtype: str
+    head_dim: int
+    seqlen: int
+    causal: bool
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return TOKENS // self.seqlen
+
+    @property
+    def heads(self) -> int:
+        """Heads of each sequence."""
+        return COLUMNS // self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """Operations of the two matrix products."""
+        return timing.forward_flops(self.batch, self.heads, self.seqlen, self.head_dim, self.causal)
+
+    def random_inputs(self) -> tuple:
+        """Q, K, V on the GPU."""
+        sizes = self.batch, self.heads, self.seqlen, self.head_dim
+        return timing.random_inputs(*sizes, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        causal = " causal" if self.causal else ""
+        return f"B{self.batch} H{self.heads} N{self.seqlen} d{self.head_dim} {self.dtype}{causal}"
+
+
+def problems(quick: bool) -> list[Problem]:
+    """All problems, or the few on which things are tried."""
+    dtypes, seqlens = (QUICK_DTYPES, QUICK_SEQLENS) if quick else (DTYPES, SEQLENS)
+    return [Problem(*sizes) for sizes in product(dtypes, HEAD_DIMS, seqlens, (False, True))]
+
+
+def contestants(inputs: tuple, causal: bool) -> dict[str, Callable[[], object]]:
     """Name -> function that runs attention once and returns (batch, seqlen, heads, head_dim)."""
-    torch = import_torch()
+    torch = timing.import_torch()
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
-    def rung(name: str) -> Callable[[], torch.Tensor]:
-        out = torch.empty_like(q)
-        return lambda: flash_attn_func(q, k, v, causal=causal, rung=name, out=out)
+    heads_first = [x.transpose(1, 2) for x in inputs]
 
-    def torch_backend(backend: str) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                heads_first = (x.transpose(1, 2) for x in (q, k, v))
-                return scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+    def torch_backend(backend: str) -> object:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(*heads_first, is_causal=causal).transpose(1, 2)
 
-        return run
-
-    peers = {name: torch_backend(backend) for name, backend in BACKENDS.items()}
-    return {name: rung(name) for name in RUNGS} | peers
-
-
-def first_head(x: torch.Tensor) -> np.ndarray:
-    """The first head of the first batch element, on the host."""
-    return x[:1, :, :1].cpu().numpy()
+    ours = {
+        name: partial(
+            flash_attn_func, *inputs, causal=causal, rung=name, out=torch.empty_like(inputs[0])
+        )
+        for name in RUNGS
+    }
+    return ours | {name: partial(torch_backend, backend) for name, backend in BACKENDS.items()}
 
 
-def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
-    """Records of all contestants that take this problem."""
-    torch = import_torch()
-    batch, heads, seqlen, head_dim = shape
-    sizes = batch, seqlen, heads, head_dim
-    q, k, v = (torch.randn(sizes, dtype=dtype, device="cuda") for _ in range(3))
-    one_head = [first_head(x) for x in (q, k, v)]
-    exact, _ = attention_forward(*one_head, causal=causal)
-    same_precision, _ = attention_forward_same_precision(*one_head, causal=causal)
-    runs, verdicts = {}, {}
-    for name, run in contestants(q, k, v, causal).items():
+def two_heads(x: object) -> np.ndarray:
+    """The first head of the first and the last of the last batch element, as heads of a batch."""
+    heads = describe("x", x[0, :, 0]), describe("x", x[-1, :, -1])
+    return np.stack([head.library.host_values(head.value) for head in heads])[:, :, None]
+
+
+def judge(out: object, samples: list[Sample]) -> Comparison:
+    """The worst of the comparisons of two heads' rows, error over what is allowed."""
+    O = two_heads(out)
+    verdicts = [
+        compare(O[s.batch, s.rows, s.head][None, :, None], s.exact[0], s.rounded[0])
+        for s in samples
+    ]
+    # NaN compares as neither: a verdict that failed comes first.
+    return max(verdicts, key=lambda verdict: (not verdict.passed, verdict.error / verdict.allowed))
+
+
+def check(
+    problem: Problem, runs: dict[str, Callable[[], object]], samples: list[Sample]
+) -> dict[str, Comparison]:
+    """The verdicts on all that take this problem; a rung that is wrong ends the run."""
+    verdicts = {}
+    for name, run in runs.items():
         try:
-            verdicts[name] = compare(first_head(run()), exact, same_precision)
+            verdicts[name] = judge(run(), samples)
         except RuntimeError as error:
-            print(f"{name} takes no {dtype} {shape}: {str(error).splitlines()[0]}")
+            if name in RUNGS:
+                raise
+            print(f"{name} does not take {problem}: {str(error).splitlines()[0]}")
             continue
-        if name in RUNGS and not verdicts[name].passed:
-            raise SystemExit(f"{name} is wrong on {shape} {dtype}: {verdicts[name]}")
-        runs[name] = run
-    for run in runs.values():
-        for _ in range(WARM_UPS):
-            run()
-    times = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(time_once(run))
-    flops = forward_flops(batch, heads, seqlen, head_dim, causal)
+        if not verdicts[name].passed:
+            message = f"{name} is wrong on {problem}: {verdicts[name]}"
+            if name in RUNGS:
+                raise SystemExit(message)
+            print(message)
+    return verdicts
+
+
+def measure(problem: Problem) -> list[dict]:
+    """Records of all contestants that take this problem."""
+    inputs = problem.random_inputs()
+    samples = make_samples(*map(two_heads, inputs), problem.causal, CHECKED_ROWS)
+    runs = contestants(inputs, problem.causal)
+    verdicts = check(problem, runs, samples)
+    timed = {name: run for name, run in runs.items() if name in verdicts}
+    times = take_times(timed, timing.time_once, SLOW_MS, SLOW_ROUNDS)
     return [
         {
             "name": name,
             "direction": "forward",
-            "dtype": str(dtype).removeprefix("torch."),
-            "batch": batch,
-            "heads": heads,
-            "kv_heads": heads,
-            "seqlen": seqlen,
-            "seqlen_k": seqlen,
-            "head_dim": head_dim,
-            "causal": causal,
-            **summary(ms, flops),
+            "dtype": problem.dtype,
+            "batch": problem.batch,
+            "heads": problem.heads,
+            "kv_heads": problem.heads,
+            "seqlen": problem.seqlen,
+            "seqlen_k": problem.seqlen,
+            "head_dim": problem.head_dim,
+            "causal": problem.causal,
+            **timing.summary(ms, problem.flops),
             "max_error": verdicts[name].error,
             "allowed_error": verdicts[name].allowed,
         }
@@ -114,33 +175,72 @@ def measure(shape: tuple, dtype: torch.dtype, causal: bool) -> list[dict]:
     ]
 
 
-def main() -> None:
-    """Measure all shapes and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def matmul_tflops(dtypes: Sequence[str]) -> dict[str, float]:
+    """TFLOP/s of torch's product of two large square matrices, dtype by dtype."""
+    torch = timing.import_torch()
+    found = {}
+    for dtype in dtypes:
+        sizes = MATMUL_SIZE, MATMUL_SIZE
+        a, b, out = (
+            torch.randn(sizes, dtype=getattr(torch, dtype), device="cuda") for _ in range(3)
+        )
+        run = partial(torch.matmul, a, b, out=out)
+        times = take_times({"matmul": run}, timing.time_once)["matmul"]
+        found[dtype] = 2 * MATMUL_SIZE**3 / statistics.median(times) / 1e9
+    return found
+
+
+def lines(records: list[dict]) -> list[str]:
+    """A line for each record."""
+    return [
+        f"{r['name']:16} {r['dtype']:8} B{r['batch']:<2} H{r['heads']:<2} N{r['seqlen']:<5} "
+        f"d{r['head_dim']:<3} {'causal' if r['causal'] else '':6} {r['ms']:9.3f} ms "
+        f"({r['ms_min']:.3f} to {r['ms_max']:.3f}) {r['tflops']:6.1f} TFLOP/s"
+        for r in records
+    ]
+
+
+def run_all(quick: bool, out: Path | None) -> None:
+    """Measure, print, and write the result file; a quick run writes only where it is told to."""
+    start = time.perf_counter()
+    about = timing.environment()
+    if out is None and not quick:
+        out = timing.results_file(about["gpu"], "forward.json")
+    peak = matmul_tflops(QUICK_DTYPES if quick else DTYPES)
+    records = [record for problem in tqdm(problems(quick)) for record in measure(problem)]
+    result = about | {"matmul_tflops": peak, "records": records}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(*lines(records), forward_summary.describe(result), sep="\n")
+    print(f"{len(records)} records in {time.perf_counter() - start:.0f} s -> {out}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or write the table of what was measured."""
+    parser = argparse.ArgumentParser(prog="python -m bench.forward", description=__doc__)
     parser.add_argument(
         "--out", type=Path, help="result file; default bench/results/<gpu>/forward.json"
     )
-    options = parser.parse_args()
-    torch = import_torch()
-    about = environment()
-    out = options.out or results_file(about["gpu"], "forward.json")
-    problems = [
-        (shape, dtype, causal)
-        for shape in SHAPES
-        for dtype in (torch.float32, torch.float16)
-        for causal in (False, True)
-    ]
-    start = time.perf_counter()
-    records = [record for problem in tqdm(problems) for record in measure(*problem)]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(about | {"records": records}, indent=1) + "\n")
-    for r in records:
-        print(
-            f"{r['name']:16} {r['dtype']:8} B{r['batch']} H{r['heads']} N{r['seqlen']} "
-            f"d{r['head_dim']} {'causal' if r['causal'] else '':6} {r['ms']:9.3f} ms "
-            f"{r['tflops']:7.1f} TFLOP/s"
-        )
-    print(f"{len(records)} records in {time.perf_counter() - start:.0f} s -> {out}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="float16 and two lengths only, nothing is written without --out",
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        help="put the table of the result file (--out, or the H200's) between the markers of FILE",
+    )
+    options = parser.parse_args(arguments)
+    if options.table is None:
+        run_all(options.quick, options.out)
+        return
+    try:
+        forward_summary.write_table(options.out or RECORDED, options.table)
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--table {options.table}: {error}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import timing
+from fa2_numba.ladder import cuda_core_rungs
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 from fa2_numba.testing import Comparison, compare
 
@@ -54,7 +55,9 @@ def on_host(array: object) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
-def make_samples(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> list[Sample]:
+def make_samples(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, rows: int = CHECKED_ROWS
+) -> list[Sample]:
     """The first and the last rows of the first and the last head.
 
     Exact attention of whole heads would take minutes. Causal rows see no key to the right of the
@@ -62,16 +65,16 @@ def make_samples(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> l
     its own, with the keys up to there.
     """
     batch, seqlen, heads, _ = q.shape
-    count = min(CHECKED_ROWS, seqlen)
+    count = min(rows, seqlen)
     samples = []
     for b, h in sorted({(0, 0), (batch - 1, heads - 1)}):
-        for rows in (slice(0, count), slice(seqlen - count, seqlen)):
-            keys = rows.stop if causal else seqlen
-            part = q[b, rows, h], k[b, :keys, h], v[b, :keys, h]
+        for part_rows in (slice(0, count), slice(seqlen - count, seqlen)):
+            keys = part_rows.stop if causal else seqlen
+            part = q[b, part_rows, h], k[b, :keys, h], v[b, :keys, h]
             operands = [x[None, :, None] for x in part]
             exact = attention_forward(*operands, causal=causal)
             rounded = attention_forward_same_precision(*operands, causal=causal)
-            samples.append(Sample(b, h, rows, exact, rounded))
+            samples.append(Sample(b, h, part_rows, exact, rounded))
     return samples
 
 
@@ -86,19 +89,22 @@ def check(prepared: timing.Prepared, samples: list[Sample]) -> Comparison:
 
 
 def take_times(
-    runs: dict[str, Callable[[], None]], time_once: Callable[[Callable[[], None]], float]
+    runs: dict[str, Callable[[], object]],
+    time_once: Callable[[Callable[[], object]], float],
+    slow_ms: float = SLOW_MS,
+    slow_rounds: int = SLOW_ROUNDS,
 ) -> dict[str, list[float]]:
     """Milliseconds of each: in turns, so that drift hits all alike; slow ones less often."""
     times = {name: [time_once(run)] for name, run in runs.items()}
     for name, run in runs.items():
-        if times[name][0] < SLOW_MS:
+        if times[name][0] < slow_ms:
             for _ in range(WARM_UPS):
                 run()
             times[name] = []
     for number in range(ROUNDS):
         for name, run in runs.items():
-            slow = times[name] and times[name][0] >= SLOW_MS
-            if not slow or number < SLOW_ROUNDS - 1:
+            slow = times[name] and times[name][0] >= slow_ms
+            if not slow or number < slow_rounds - 1:
                 times[name].append(time_once(run))
     return times
 
@@ -113,7 +119,7 @@ def measure(
     """Records of all rungs on Q, K, V, in the order of the ladder."""
     samples = make_samples(*map(on_host, inputs), causal)
     runs, verdicts = {}, {}
-    for name in timing.cuda_core_rungs():
+    for name in cuda_core_rungs():
         prepared = timing.prepare(name, machine, inputs, causal)
         prepared.run()
         verdicts[name] = check(prepared, samples)

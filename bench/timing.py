@@ -20,12 +20,13 @@ import numpy as np
 from numba import cuda
 
 from fa2_numba.arrays import describe
-from fa2_numba.config import TileConfig, choose_tiles
-from fa2_numba.ladder import RUNGS
+from fa2_numba.config import TileConfig
+from fa2_numba.ladder import RUNGS, tiles_for
 from fa2_numba.launch import ForwardTensors, GpuMachine, KernelLaunch, SimulatorMachine
 from fa2_numba.staging import stage
 
-SLEEP_CYCLES = 2_000_000
+SLEEP_CYCLES = (2_000_000, 20_000_000)
+"""How long the GPU waits for the host's launches, about a millisecond; then once more, longer."""
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw")
 
 
@@ -70,14 +71,9 @@ def prepare(
             dtype=dtype,
             allocate=there.allocate,
         )
-        config = choose_tiles(head_dim, machine.shared_bytes_per_block)
+        config = tiles_for(RUNGS[rung], head_dim, machine.limits)
         launches = RUNGS[rung].plan_forward(tensors, config)
     return Prepared(rung, config, machine, launches, out, lse)
-
-
-def cuda_core_rungs() -> list[str]:
-    """The rungs that take float32 arrays, from the bottom of the ladder up."""
-    return [name for name, rung in RUNGS.items() if "float32" in rung.dtypes]
 
 
 def import_torch() -> ModuleType:
@@ -91,12 +87,15 @@ def import_torch() -> ModuleType:
     return torch
 
 
-def random_inputs(batch: int, heads: int, seqlen: int, head_dim: int) -> tuple:
-    """Standard normal float32 Q, K, V on the GPU."""
+def random_inputs(
+    batch: int, heads: int, seqlen: int, head_dim: int, dtype: str = "float32"
+) -> tuple:
+    """Standard normal Q, K, V on the GPU."""
     torch = import_torch()
     torch.manual_seed(0)
     sizes = batch, seqlen, heads, head_dim
-    return tuple(torch.randn(sizes, dtype=torch.float32, device="cuda") for _ in range(3))
+    kind = getattr(torch, dtype)
+    return tuple(torch.randn(sizes, dtype=kind, device="cuda") for _ in range(3))
 
 
 def gpu_machine() -> GpuMachine:
@@ -109,13 +108,17 @@ def time_once(run: Callable[[], object]) -> float:
     """Milliseconds on the GPU, the host's part hidden behind a waiting kernel."""
     import torch
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    for cycles in SLEEP_CYCLES:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(cycles)
+        start.record()
+        run()
+        end.record()
+        hidden = not start.query()
+        end.synchronize()
+        if hidden:
+            return start.elapsed_time(end)
+    raise SystemExit("error: the GPU has waited, and the host had not launched all the same")
 
 
 def forward_flops(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> float:

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from bench import comparison, counters, ladder, stamps, timing
+from bench import comparison, counters, forward, forward_summary, ladder, stamps, timing
+from fa2_numba.arrays import DTYPES
 from fa2_numba.config import TileConfig
+from fa2_numba.ladder import cuda_core_rungs
 from fa2_numba.launch import SimulatorMachine
 from fa2_numba.lessons.draw import TIMELINE_RUNGS
 from fa2_numba.lessons.figures import read_numbers
@@ -25,12 +28,12 @@ from fa2_numba.traffic import predict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
-SCRIPTS = ("forward", "ladder", "counters", "stamps")
-RUNGS = timing.cuda_core_rungs()
+SCRIPTS = ("forward", "ladder", "counters", "stamps", "host_time")
+RUNGS = cuda_core_rungs()
 
 
-def host_inputs(batch=1, heads=2, seqlen=16, head_dim=16):
-    return random_qkv(batch, seqlen, seqlen, heads, heads, head_dim, np.float32)
+def host_inputs(batch=1, heads=2, seqlen=16, head_dim=16, dtype="float32"):
+    return random_qkv(batch, seqlen, seqlen, heads, heads, head_dim, DTYPES[dtype])
 
 
 @pytest.fixture
@@ -74,11 +77,10 @@ def test_results_are_kept_by_gpu():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_samples_agree_with_whole_heads(monkeypatch, causal):
-    monkeypatch.setattr(ladder, "CHECKED_ROWS", 5)
+def test_samples_agree_with_whole_heads(causal):
     inputs = host_inputs(batch=2, heads=3, seqlen=17)
     O, LSE = ladder.attention_forward_same_precision(*inputs, causal=causal)
-    samples = ladder.make_samples(*inputs, causal=causal)
+    samples = ladder.make_samples(*inputs, causal=causal, rows=5)
     assert [(s.batch, s.head, s.rows.start) for s in samples] == [
         (0, 0, 0),
         (0, 0, 12),
@@ -128,6 +130,154 @@ def test_ladder_script(monkeypatch, no_gpu_needed, tmp_path, capsys):
     assert first["tflops"] == 4 * 16**2 * 16 / first["ms"] / 1e9
     printed = capsys.readouterr().out
     assert "tiny: B1 H1 N16 d16 float32 causal" in printed and "0.94x" in printed
+
+
+# forward.py
+
+
+def numpy_contestants(inputs, causal):
+    """Every contestant is the NumPy reference, but for cuDNN, which takes no bfloat16."""
+
+    def run():
+        return ladder.attention_forward_same_precision(*inputs, causal=causal)[0]
+
+    def refuse():
+        if inputs[0].dtype == DTYPES["bfloat16"]:
+            raise RuntimeError("No available kernel.\nAborting.")
+        return run()
+
+    runs = dict.fromkeys((*forward.RUNGS, *forward.BACKENDS), run)
+    return runs | {"torch_cudnn": refuse}
+
+
+@pytest.fixture
+def small_grid(monkeypatch, no_gpu_needed):
+    """The whole script on problems of 64 tokens and 64 columns, in made-up times."""
+    milliseconds = iter(range(10, 10**6))
+    monkeypatch.setattr(timing, "time_once", lambda run: float(next(milliseconds)))
+    monkeypatch.setattr(forward, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 2e-5))
+    monkeypatch.setattr(forward, "contestants", numpy_contestants)
+    for name, value in {
+        "TOKENS": 64,
+        "COLUMNS": 64,
+        "HEAD_DIMS": (16, 32),
+        "SEQLENS": (16, 64),
+        "QUICK_SEQLENS": (16, 64),
+        "CHECKED_ROWS": 8,
+    }.items():
+        monkeypatch.setattr(forward, name, value)
+    monkeypatch.setattr(forward_summary, "MEAN_HEAD_DIMS", (16,))
+    monkeypatch.setattr(forward_summary, "LEAST_SEQLEN", 64)
+    monkeypatch.setattr(forward_summary, "LONG_SEQLEN", 64)
+    monkeypatch.setattr(forward_summary, "TABLE_SEQLENS", (64,))
+
+
+def test_forward_script(small_grid, tmp_path, capsys):
+    path = tmp_path / "new" / "forward.json"
+    forward.main(["--out", str(path)])
+    result = json.loads(path.read_text())
+    records = result["records"]
+    assert len(records) == 8 * 5 + 8 * 4, "cuDNN takes no bfloat16"
+    assert {(r["batch"], r["seqlen"]) for r in records} == {(4, 16), (1, 64)}
+    assert {(r["heads"], r["head_dim"]) for r in records} == {(4, 16), (2, 32)}
+    for r in records:
+        flops = 4 * r["batch"] * r["heads"] * r["seqlen"] ** 2 * r["head_dim"]
+        assert r["tflops"] == flops / (1 + r["causal"]) / r["ms"] / 1e9
+        assert r["ms_min"] <= r["ms"] <= r["ms_max"] and r["max_error"] <= r["allowed_error"]
+    printed = capsys.readouterr().out
+    assert "torch_cudnn does not take B4 H4 N16 d16 bfloat16: No available kernel.\n" in printed
+    assert "bfloat16: fa2_tensor_core is so many times as fast as" in printed
+
+
+def test_a_quick_run_writes_no_result(small_grid, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timing, "results_file", lambda *_: pytest.fail("would be written"))
+    forward.main(["--quick"])
+    assert "-> None" in capsys.readouterr().out
+    assert "bfloat16" not in {problem.dtype for problem in forward.problems(quick=True)}
+
+
+def test_a_wrong_rung_ends_the_run_a_wrong_backend_does_not(small_grid, monkeypatch, capsys):
+    problem = forward.Problem("float16", 16, 64, True)
+    inputs = problem.random_inputs()
+    samples = ladder.make_samples(*map(forward.two_heads, inputs), True, 8)
+    runs = numpy_contestants(inputs, True)
+    right = runs["torch_flash"]
+
+    def wrong():
+        out = right().copy()
+        out[-1, -1, -1, -1] = np.nan
+        return out
+
+    assert not forward.check(problem, runs | {"torch_flash": wrong}, samples)["torch_flash"].passed
+    assert "torch_flash is wrong on B1 H4 N64 d16 float16 causal" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="fa1_tensor_core is wrong on B1 H4 N64 d16"):
+        forward.check(problem, runs | {"fa1_tensor_core": wrong}, samples)
+
+
+def test_the_grid_has_as_many_elements_everywhere():
+    problems = forward.problems(quick=False)
+    assert len(problems) == 2 * 3 * 6 * 2 and len(forward.problems(quick=True)) == 3 * 2 * 2
+    for p in problems:
+        assert p.batch * p.seqlen == 16384 and p.heads * p.head_dim == 2048
+
+
+# forward_summary.py
+
+
+def made_up_result():
+    """fa2 takes 1 ms; flash 0.9 to 1.2 ms by head dim, cuDNN half of fa2, fa1 more with length."""
+    flash = {64: 1.2, 128: 0.9, 256: 1.1}
+    records = []
+    for p in forward.problems(quick=False):
+        times = {"fa2_tensor_core": 1.0, "fa1_tensor_core": p.seqlen / 512, "torch_cudnn": 0.5}
+        times["torch_flash"] = flash[p.head_dim] - 0.1 * (p.causal and p.seqlen == 2048)
+        for name, ms in times.items():
+            sizes = {"head_dim": p.head_dim, "seqlen": p.seqlen, "causal": p.causal}
+            tflops = 400 / ms if p.seqlen == 16384 else 100 / ms
+            records.append({"name": name, "dtype": p.dtype, **sizes, "ms": ms, "tflops": tflops})
+    return {"matmul_tflops": {"float16": 800.0, "bfloat16": 500.0}, "records": records}
+
+
+def test_a_summary_of_made_up_records():
+    found = forward_summary.summarize(made_up_result())
+    assert found.keys() == {"float16", "bfloat16"}
+    s = found["float16"]
+    flash = 11 * [1.2] + [1.1] + 11 * [0.9] + [0.8]
+    assert s.over_flash == pytest.approx(np.exp(np.log(flash).mean()))
+    assert {d: r.value for d, r in s.lowest_over_flash.items()} == pytest.approx(
+        {64: 1.1, 128: 0.8, 256: 1.0}
+    )
+    assert str(s.lowest_over_flash[128]) == "0.800 (head dim 128, 2048 tokens, causal)"
+    assert s.over_fa1 == pytest.approx(16) and s.lowest_over_fa1.value == 8
+    assert s.over_cudnn == pytest.approx(0.5)
+    assert s.of_matmul == {64: 0.5, 128: 0.5, 256: 0.5}
+    assert found["bfloat16"].of_matmul[64] == 0.8
+
+
+def test_a_summary_does_without_cudnn():
+    result = made_up_result()
+    result["records"] = [r for r in result["records"] if r["name"] != "torch_cudnn"]
+    assert forward_summary.summarize(result)["float16"].over_cudnn is None
+    assert "cudnn" not in forward_summary.describe(result)
+    assert "cuDNN" not in forward_summary.markdown_table(result)
+
+
+def test_the_table_of_times_is_written_between_its_markers(tmp_path, capsys):
+    record, page = tmp_path / "forward.json", tmp_path / "page.md"
+    record.write_text(json.dumps(made_up_result()))
+    page.write_text(f"above\n{forward_summary.BEGIN}\nold\n{forward_summary.END}\nbelow\n")
+    for _ in range(2):
+        forward.main(["--table", str(page), "--out", str(record)])
+        above, begin, *table, end, below = page.read_text().splitlines()
+        assert (above, begin) == ("above", forward_summary.BEGIN)
+        assert (end, below) == (forward_summary.END, "below")
+    assert table[2] == "| 64 | none | 1,024 | 100 | 83 | 1.20 | 2.0 | 12% |"
+    assert len([row for row in table if row.startswith("|")]) == 2 + 3 * 2 * 3
+    page.write_text("no markers\n")
+    with pytest.raises(SystemExit):
+        forward.main(["--table", str(page), "--out", str(record)])
+    assert page.read_text() == "no markers\n"
+    assert "must hold a line <!-- tensor-core times: begin -->" in capsys.readouterr().err
 
 
 # counters.py reads ncu
@@ -354,7 +504,7 @@ def test_help_needs_no_torch(script):
     assert "--out" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["forward", "ladder", "stamps"])
+@pytest.mark.parametrize("script", ["forward", "ladder", "stamps", "host_time"])
 def test_without_torch_a_run_says_so(script):
     program = "import runpy, sys; sys.modules['torch'] = None; "
     program += f"runpy.run_module('bench.{script}', run_name='__main__')"
@@ -400,7 +550,9 @@ def test_recorded_counters_stand_beside_predictions_of_today():
     assert [rung["rung"] for rung in recorded["rungs"]] == RUNGS
     for rung in recorded["rungs"]:
         today = asdict(predict(rung["rung"], problem, TileConfig(**rung["config"])))
-        assert rung["predicted"] == json.loads(json.dumps(today)), rung["rung"]
+        # What was not counted yet is what these rungs do not do.
+        not_counted_yet = dict.fromkeys(today, 0)
+        assert not_counted_yet | rung["predicted"] == today, rung["rung"]
         assert not any(row["unexplained"] for row in rung["comparison"])
 
 
@@ -410,6 +562,57 @@ def test_recorded_times_are_whole(name):
     assert "H200" in recorded["gpu"] and recorded["date"]
     for record in recorded["records"]:
         assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"]
+
+
+FORWARD = results("forward.json")
+tensor_cores_timed = pytest.mark.skipif(
+    "matmul_tflops" not in FORWARD, reason="forward.json is older than the tensor-core rungs"
+)
+
+
+@tensor_cores_timed
+def test_the_readme_shows_the_recorded_times():
+    """Every number of its table of the tensor-core rungs; the last lines are the summary's."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = readme.partition(forward_summary.BEGIN)[2].partition(forward_summary.END)[0].strip()
+    assert block == forward_summary.markdown_table(FORWARD)
+    found = {
+        (r["name"], r["head_dim"], r["seqlen"], r["causal"]): r
+        for r in FORWARD["records"]
+        if r["dtype"] == "float16"
+    }
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| ([\d,]+) \| (.*) \|$", block, re.MULTILINE)
+    assert len(rows) == 3 * 2 * 3
+    for head_dim, mask, seqlen, numbers in rows:
+        problem = int(head_dim), int(seqlen.replace(",", "")), mask == "causal"
+        ours, flash, fa1 = (
+            found[name, *problem] for name in ("fa2_tensor_core", "torch_flash", "fa1_tensor_core")
+        )
+        share = ours["tflops"] / FORWARD["matmul_tflops"]["float16"]
+        shown = f"{ours['tflops']:.0f} | {flash['tflops']:.0f} | {flash['ms'] / ours['ms']:.2f}"
+        assert numbers == f"{shown} | {fa1['ms'] / ours['ms']:.1f} | {share:.0%}"
+
+
+@tensor_cores_timed
+def test_the_recorded_grid_is_whole_and_right():
+    """Every rung computed every problem within what is allowed, and cuDNN is the fastest."""
+    measured = {
+        (r["dtype"], r["head_dim"], r["seqlen"], r["causal"])
+        for r in FORWARD["records"]
+        if r["name"] in forward.RUNGS and r["max_error"] <= r["allowed_error"]
+    }
+    problems = forward.problems(quick=False)
+    assert measured == {(p.dtype, p.head_dim, p.seqlen, p.causal) for p in problems}
+    assert all(s.over_cudnn < 1 for s in forward_summary.summarize(FORWARD).values())
+
+
+def test_the_readme_states_the_recorded_host_times():
+    calls = {name: call["us"] for name, call in results("host_time.json")["calls"].items()}
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"a call takes {calls['cupy']:.0f} microseconds with CuPy arrays and {calls['torch']:.0f} "
+        f"with torch tensors, where torch's own FlashAttention-2 takes {calls['torch_flash']:.0f}"
+    ) in readme
 
 
 def test_recorded_ratios_are_those_of_the_records():

@@ -1,5 +1,6 @@
 """The block scheduler's model, occupancy, stamps of real blocks, and the figures made of them."""
 
+import doctest
 import itertools
 import re
 import subprocess
@@ -24,7 +25,8 @@ from fa2_numba.launch import (
     SimulatorMachine,
     signature,
 )
-from fa2_numba.lessons import draw, figures
+from fa2_numba.lessons import draw, figures, fragments
+from fa2_numba.lessons.fragments import mma_fragments
 from fa2_numba.lessons.occupancy import MULTIPROCESSORS, blocks_per_multiprocessor
 from fa2_numba.lessons.stamps import record_launch, record_timeline, stamped
 from fa2_numba.lessons.timeline import (
@@ -214,7 +216,7 @@ def test_costs_of_both_grids():
 def test_costs_that_the_simulator_measured_go_with_the_tiles(monkeypatch):
     """Nearly all work is in the visited tiles, so the two kinds of cost are in proportion."""
     config = TileConfig(32, 16, 16)
-    monkeypatch.setattr("fa2_numba.interface.choose_tiles", lambda *_: config)
+    monkeypatch.setattr("fa2_numba.interface.tiles_for", lambda *_: config)
     qkv = random_qkv(1, 48, 48, 2, 2, 32, np.float32)
     _, report = flash_attn_func(
         *qkv, causal=True, rung="fa2_split_q", machine=Simulator(checks=False), report=True
@@ -450,6 +452,26 @@ def test_figures_are_written_the_same_every_time(name, tmp_path, capsys):
         written.append((folder / f"{name}.svg").read_bytes())
     assert written[0] == written[1]
     assert f"{name}.svg" in capsys.readouterr().out
+
+
+def test_fragments_hold_every_element_once_and_c_lies_as_a_does():
+    held = mma_fragments()
+    for name, shape in {"C": (16, 8), "A": (16, 16), "B": (16, 8)}.items():
+        cells = [cell for holding in held[name] for cell in holding.cells]
+        assert sorted(cells) == list(itertools.product(*map(range, shape)))
+    left_of_a = [(h.lane, h.cells) for h in held["A"] if h.cells[0][1] < 8]
+    assert left_of_a == [(h.lane, h.cells) for h in held["C"]]
+    assert doctest.testmod(fragments) == (0, 1)
+
+
+def test_the_figure_of_fragments_shows_a_lane_in_every_pair():
+    figure, numbers = draw.mma_fragments()
+    assert [axes.get_title()[0] for axes in figure.axes] == list(numbers) == ["C", "A", "B"]
+    for axes, held in zip(figure.axes, numbers.values(), strict=True):
+        texts = [text.get_text() for text in axes.texts]
+        lanes = sorted(int(text) for text in texts if text.isdigit())
+        assert lanes == sorted(lane for lane, _, _ in held)
+        assert {register for _, register, _ in held} <= set(texts)
 
 
 def test_the_curve_follows_the_theorem():

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fa2_numba.config import TileConfig
-from fa2_numba.lessons.figures import draw_curves, draw_timeline, save_svg, timeline_numbers
+from fa2_numba.lessons.figures import (
+    draw_curves,
+    draw_fragments,
+    draw_timeline,
+    save_svg,
+    timeline_numbers,
+)
+from fa2_numba.lessons.fragments import mma_fragments as fragments_of_mma
 from fa2_numba.lessons.occupancy import blocks_per_multiprocessor
 from fa2_numba.lessons.timeline import head_costs, schedule, tile_costs
 from fa2_numba.problem import Problem
@@ -29,7 +36,7 @@ TIMELINE_RUNGS = {
 }
 """Two rungs that differ in their grids and in little else, see `python -m fa2_numba diff`."""
 
-REGISTERS = {"fa2_fewer_flops": 254, "fa2_seq_parallel": 226}
+REGISTERS = {"fa2_fewer_flops": 254, "fa2_seq_parallel": 229}
 """Registers a thread that ptxas reports for sm_90a, of these rungs, causal, in 64 x 64 tiles of
 head dim 64."""
 PTXAS_VERSION = "13.5"
@@ -97,6 +104,23 @@ def hbm_curve() -> tuple[Figure, dict[str, object]]:
     return figure, {name: list(xy) for name, xy in curves.items()}
 
 
+def mma_fragments() -> tuple[Figure, dict[str, object]]:
+    """Which lane holds which elements of the matrices of a tensor-core instruction."""
+    fragments = fragments_of_mma()
+    sizes = {"C": "16 x 8, float32", "A": "16 x 16, 16 bits", "B": "16 x 8, 16 bits"}
+    title = (
+        "What the 32 lanes of a warp hold in mma.m16n8k16, C += A B\n"
+        "Cell: two neighbouring elements and their lane. Colour: four lanes that share a row "
+        "(B: a column).\nFrame: one register of every lane (C: two), named as in kernels' arrays."
+    )
+    labelled = {f"{name} ({sizes[name]})": held for name, held in fragments.items()}
+    numbers = {
+        name: [[h.lane, h.register, list(map(list, h.cells))] for h in held]
+        for name, held in fragments.items()
+    }
+    return draw_fragments(labelled, ("+=", "x", ""), title), numbers
+
+
 def _hbm_bytes(rung: str, problem: Problem, config: TileConfig) -> int:
     counts = predict(rung, problem, config)
     return counts.global_load_bytes + counts.global_store_bytes
@@ -104,6 +128,7 @@ def _hbm_bytes(rung: str, problem: Problem, config: TileConfig) -> int:
 
 FIGURES: dict[str, Callable[[], tuple[Figure, dict[str, object]]]] = {
     "hbm_curve": hbm_curve,
+    "mma_fragments": mma_fragments,
     "sm_timeline": sm_timeline,
 }
 """Figure name = file name -> function that draws it and gives the numbers it shows."""

@@ -1,4 +1,4 @@
-"""`python -m fa2_numba.lessons.ladder_table`: what every rung does on one problem, as a table.
+"""`python -m fa2_numba.lessons.ladder_table`: what the CUDA-core rungs do on one problem, a table.
 
 The numbers are the simulator's. `--write README.md` puts the table between the two markers there;
 a test compares each of its rows with a fresh measurement.
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fa2_numba.interface import flash_attn_func
-from fa2_numba.ladder import RUNGS
+from fa2_numba.ladder import RUNGS, cuda_core_rungs
 from fa2_numba.rung_diff import diff_rungs
 from fa2_numba.simulator import Report, Simulator
 from fa2_numba.testing import random_qkv
@@ -55,8 +55,8 @@ def measure_rung(rung: str) -> Report:
 
 
 def measure_ladder() -> dict[str, Report]:
-    """Run every rung on the problem: about half a minute."""
-    rungs = tqdm(RUNGS, unit="rung", disable=None)
+    """Run every CUDA-core rung on the problem: about half a minute."""
+    rungs = tqdm(cuda_core_rungs(), unit="rung", disable=None)
     reports = {}
     for rung in rungs:
         rungs.set_description(rung)
@@ -79,22 +79,29 @@ def table_row(report: Report) -> str:
         *(f"{count:,}" for count in (report.matmul_flops, report.other_flops)),
         f"{report.special_calls:,}",
     )
-    return _row(cells)
+    return markdown_row(cells)
 
 
 def markdown_table(reports: Mapping[str, Report]) -> str:
     """The problem and the table, one row a report."""
     rule = ["---" if i < NUMBERS_FROM else "--:" for i in range(len(COLUMNS))]
-    rows = [_row(COLUMNS), f"|{'|'.join(rule)}|", *map(table_row, reports.values())]
+    rows = [markdown_row(COLUMNS), f"|{'|'.join(rule)}|", *map(table_row, reports.values())]
     return "\n".join((PROBLEM, "", *rows))
 
 
-def replace_between_markers(text: str, table: str) -> str:
+def replace_between_markers(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """The text with the table between its markers; ValueError unless both stand there once."""
-    parts = re.fullmatch(f"(.*{BEGIN}\n).*({END}.*)", text, flags=re.DOTALL)
-    if parts is None or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"must hold a line {BEGIN} and after it a line {END}, each once")
+    parts = re.fullmatch(f"(.*{begin}\n).*({end}.*)", text, flags=re.DOTALL)
+    if parts is None or text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"must hold a line {begin} and after it a line {end}, each once")
     return f"{parts[1]}{table}\n{parts[2]}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it sees the old text or the new one."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,10 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = markdown_table(measure_ladder())
     # Read once more: the file may have been edited while the rungs ran.
     text = replace_between_markers(options.write.read_text(encoding="utf-8"), table)
-    # Whoever reads the file sees the old text or the new one.
-    temporary = options.write.with_name(f"{options.write.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, options.write)
+    write_whole(options.write, text)
 
 
 def _changed_lines(rung: str) -> str:
@@ -130,7 +134,8 @@ def _changed_lines(rung: str) -> str:
     return str(diff_rungs(rungs[below], rung).changed) if below >= 0 else ""
 
 
-def _row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
+    """A row of a table."""
     return f"| {' | '.join(cells)} |"
 
 
