@@ -68,14 +68,13 @@ class Problem:
         return COLUMNS // self.head_dim
 
     @property
-    def flops(self) -> float:
-        """Operations of the two matrix products."""
-        return timing.forward_flops(self.batch, self.heads, self.seqlen, self.head_dim, self.causal)
+    def sizes(self) -> tuple[int, int, int, int]:
+        """batch, heads, seqlen, head_dim."""
+        return self.batch, self.heads, self.seqlen, self.head_dim
 
     def random_inputs(self) -> tuple:
         """Q, K, V on the GPU."""
-        sizes = self.batch, self.heads, self.seqlen, self.head_dim
-        return timing.random_inputs(*sizes, dtype=self.dtype)
+        return timing.random_inputs(*self.sizes, dtype=self.dtype)
 
     def __str__(self) -> str:
         causal = " causal" if self.causal else ""
@@ -155,22 +154,9 @@ def measure(problem: Problem) -> list[dict]:
     verdicts = check(problem, runs, samples)
     timed = {name: run for name, run in runs.items() if name in verdicts}
     times = take_times(timed, timing.time_once, SLOW_MS, SLOW_ROUNDS)
+    dtype, causal = problem.dtype, problem.causal
     return [
-        {
-            "name": name,
-            "direction": "forward",
-            "dtype": problem.dtype,
-            "batch": problem.batch,
-            "heads": problem.heads,
-            "kv_heads": problem.heads,
-            "seqlen": problem.seqlen,
-            "seqlen_k": problem.seqlen,
-            "head_dim": problem.head_dim,
-            "causal": problem.causal,
-            **timing.summary(ms, problem.flops),
-            "max_error": verdicts[name].error,
-            "allowed_error": verdicts[name].allowed,
-        }
+        timing.forward_record(name, problem.sizes, dtype, causal, ms, verdicts[name])
         for name, ms in times.items()
     ]
 

@@ -126,22 +126,10 @@ def measure(
         runs[name] = prepared.run
     times = take_times(runs, time_once)
     batch, seqlen, heads, head_dim = inputs[0].shape
-    flops = timing.forward_flops(batch, heads, seqlen, head_dim, causal)
+    problem = batch, heads, seqlen, head_dim
     return [
-        {
-            "name": name,
-            "shape": label,
-            "dtype": "float32",
-            "batch": batch,
-            "heads": heads,
-            "seqlen": seqlen,
-            "head_dim": head_dim,
-            "causal": causal,
-            "rounds": len(ms),
-            **timing.summary(ms, flops),
-            "error": verdicts[name].error,
-            "allowed_error": verdicts[name].allowed,
-        }
+        timing.forward_record(name, problem, "float32", causal, ms, verdicts[name])
+        | {"shape": label, "rounds": len(ms)}
         for name, ms in times.items()
     ]
 

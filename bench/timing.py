@@ -24,6 +24,7 @@ from fa2_numba.config import TileConfig
 from fa2_numba.ladder import RUNGS, tiles_for
 from fa2_numba.launch import ForwardTensors, GpuMachine, KernelLaunch, SimulatorMachine
 from fa2_numba.staging import stage
+from fa2_numba.testing import Comparison
 
 SLEEP_CYCLES = (2_000_000, 20_000_000)
 """How long the GPU waits for the host's launches, about a millisecond; then once more, longer."""
@@ -124,6 +125,33 @@ def time_once(run: Callable[[], object]) -> float:
 def forward_flops(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> float:
     """Operations of the two matrix products, half of them if causal."""
     return 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+
+
+def forward_record(
+    name: str,
+    problem: tuple[int, int, int, int],
+    dtype: str,
+    causal: bool,
+    ms: list[float],
+    verdict: Comparison,
+) -> dict:
+    """What the result files say of one contestant on (batch, heads, seqlen, head_dim)."""
+    batch, heads, seqlen, head_dim = problem
+    return {
+        "name": name,
+        "direction": "forward",
+        "dtype": dtype,
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": heads,
+        "seqlen": seqlen,
+        "seqlen_k": seqlen,
+        "head_dim": head_dim,
+        "causal": causal,
+        **summary(ms, forward_flops(*problem, causal)),
+        "max_error": verdict.error,
+        "allowed_error": verdict.allowed,
+    }
 
 
 def summary(ms: list[float], flops: float) -> dict[str, float]:
