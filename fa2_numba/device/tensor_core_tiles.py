@@ -58,6 +58,13 @@ def _copy_chunk_at_once(destination, source, count):
     st_shared_v4_b32(destination, chunk_reg, 0, 0)
 
 
+@device_function
+def row_address(X_gmem, batch, head, row):
+    """Where a row of a head lies. `copy_bytes` lets no row stride beyond 32 bits come here."""
+    address = global_address(X_gmem) + batch * X_gmem.strides[0] + head * X_gmem.strides[2]
+    return address + int64(int32(row)) * int64(int32(X_gmem.strides[1]))
+
+
 @cache
 def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
     """`load_tile(tile, X_gmem, batch, head, first_row)`: start to fill a tile with rows of a head.
@@ -82,10 +89,8 @@ def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
         thread = uint32(cuda.threadIdx.x)
         row, chunk = thread // LINE_CHUNKS, thread % LINE_CHUNKS
         destination = int32(tile + chunk_offset(row, chunk))
-        # A factor of 32 bits: rows that are further apart are loaded element by element.
         stride = int64(int32(X_gmem.strides[1]))
-        source = global_address(X_gmem) + batch * X_gmem.strides[0] + head * X_gmem.strides[2]
-        source += chunk * CHUNK_BYTES + int64(int32(first_row + row)) * stride
+        source = row_address(X_gmem, batch, head, first_row + row) + chunk * CHUNK_BYTES
         rows_left = int32(X_gmem.shape[1] - first_row - row)
         for i in range(0, rows, PASS_ROWS):
             for line in range(NUM_LINES):
@@ -203,8 +208,7 @@ def make_store_chunk(head_dim: int, copy_bytes: int):
     def store_chunk(X_gmem, batch, head, row, chunk, chunk_reg):
         first = chunk * CHUNK_ELEMENTS
         if copy_bytes == CHUNK_BYTES and first + CHUNK_ELEMENTS <= head_dim:
-            address = global_address(X_gmem) + batch * X_gmem.strides[0] + head * X_gmem.strides[2]
-            address += chunk * CHUNK_BYTES + int64(row) * int64(int32(X_gmem.strides[1]))
+            address = row_address(X_gmem, batch, head, row) + chunk * CHUNK_BYTES
             st_global_v4_b32(address, chunk_reg, 0, 0)
         elif copy_bytes < CHUNK_BYTES or head_dim % CHUNK_ELEMENTS:
             for e in range(CHUNK_ELEMENTS):
