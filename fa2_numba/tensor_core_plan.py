@@ -1,17 +1,39 @@
-"""What the tensor-core rungs decide on the host: how wide copies may be, how scores are scaled."""
+"""What the tensor-core rungs do on the host: how wide copies may be, how scores are scaled."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
+from fa2_numba.constants import LOG2_E
 from fa2_numba.device.tensor_core_tiles import CP_ASYNC
-from fa2_numba.launch import ForwardTensors, GpuArray
+from fa2_numba.launch import ForwardTensors, GpuArray, KernelLaunch, as_bits
 from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
 
 MAX_ROW_STRIDE = 2**31 - 1
 """Bytes from row to row that are a factor of 32 bits."""
+
+
+def plan_launch(
+    make_forward: Callable,
+    tensors: ForwardTensors,
+    config: TensorCoreConfig,
+    blocks: int,
+    workspaces: tuple = (),
+) -> KernelLaunch:
+    """The launch of a rung's kernel on a grid of so many blocks."""
+    score_scale, exponent_scale, scale_first = split_scale(tensors.softmax_scale)
+    width = copy_bytes(tensors, config)
+    bits = map(as_bits, (tensors.Q, tensors.K, tensors.V, tensors.O))
+    return KernelLaunch(
+        kernel=make_forward(config, tensors.dtype, tensors.causal, width, scale_first),
+        grid=(blocks,),
+        threads=config.num_threads,
+        shared_bytes=config.shared_bytes,
+        arguments=(*bits, tensors.LSE, *workspaces, score_scale, exponent_scale),
+    )
 
 
 def copy_bytes(tensors: ForwardTensors, config: TensorCoreConfig) -> int:
@@ -50,7 +72,7 @@ def split_scale(softmax_scale: np.float32) -> tuple[np.float32, np.float32, bool
     scaled first.
     """
     with np.errstate(over="ignore"):
-        scale = np.float32(softmax_scale * math.log2(math.e))
+        scale = softmax_scale * LOG2_E
     if 0 < scale < math.inf:
         return np.float32(1), scale, False
     return scale, np.float32(1), True

@@ -270,14 +270,21 @@ def filled(rows, cols):
 fill_a, fill_b, fill_c = filled(2, 2), filled(2, 1), filled(2, 2)
 
 
-@cuda.jit
-def product_without_5(out):
+@device_function
+def operands():
+    """C, A and B of a product, all 0."""
     A_reg = cuda.local.array((2, 2), uint32)
     B_reg = cuda.local.array((2, 1), uint32)
     C_reg = cuda.local.array((2, 2), float32)
     fill_a(A_reg)
     fill_b(B_reg)
     fill_c(C_reg)
+    return C_reg, A_reg, B_reg
+
+
+@cuda.jit
+def product_without_5(out):
+    C_reg, A_reg, B_reg = operands()
     if cuda.threadIdx.x != 5:
         mma_m16n8k16_float16(C_reg, 0, 0, A_reg, 0, 0, B_reg, 0, 0)  # bad
     out[cuda.threadIdx.x] = 1
@@ -285,12 +292,7 @@ def product_without_5(out):
 
 @cuda.jit
 def product_meets_shuffle(out):
-    A_reg = cuda.local.array((2, 2), uint32)
-    B_reg = cuda.local.array((2, 1), uint32)
-    C_reg = cuda.local.array((2, 2), float32)
-    fill_a(A_reg)
-    fill_b(B_reg)
-    fill_c(C_reg)
+    C_reg, A_reg, B_reg = operands()
     if cuda.threadIdx.x != 5:
         mma_m16n8k16_float16(C_reg, 0, 0, A_reg, 0, 0, B_reg, 0, 0)  # first
     else:
@@ -299,12 +301,7 @@ def product_meets_shuffle(out):
 
 @cuda.jit
 def products_at_two_places(out):
-    A_reg = cuda.local.array((2, 2), uint32)
-    B_reg = cuda.local.array((2, 1), uint32)
-    C_reg = cuda.local.array((2, 2), float32)
-    fill_a(A_reg)
-    fill_b(B_reg)
-    fill_c(C_reg)
+    C_reg, A_reg, B_reg = operands()
     if cuda.threadIdx.x < 16:
         mma_m16n8k16_float16(C_reg, 0, 0, A_reg, 0, 0, B_reg, 0, 0)  # first
     else:
@@ -327,12 +324,7 @@ def test_lanes_must_meet_in_one_instruction(kernel, seed):
 def test_a_warp_with_fewer_lanes_has_no_products():
     @cuda.jit
     def product(out):
-        A_reg = cuda.local.array((2, 2), uint32)
-        B_reg = cuda.local.array((2, 1), uint32)
-        C_reg = cuda.local.array((2, 2), float32)
-        fill_a(A_reg)
-        fill_b(B_reg)
-        fill_c(C_reg)
+        C_reg, A_reg, B_reg = operands()
         mma_m16n8k16_float16(C_reg, 0, 0, A_reg, 0, 0, B_reg, 0, 0)  # bad
 
     message = refused(product, WarpError, words(), threads=48)

@@ -345,12 +345,11 @@ def _pack(pair):
 def _ldmatrix(matrices: int, transposed: bool) -> Callable:
     """`ldmatrix` of 1, 2 or 4 matrices of 8 x 8 16-bit elements."""
     suffix = ".trans" if transposed else ""
+    row, col = matrix_element(*np.meshgrid(range(WARP_SIZE), range(2), indexing="ij"))
 
     def meaning(R, address):
         rows = address.view(np.uint16)[: 8 * matrices].reshape(matrices, 8, 8)
         loaded = rows.swapaxes(1, 2) if transposed else rows
-        lanes, elements = np.meshgrid(range(WARP_SIZE), range(2), indexing="ij")
-        row, col = matrix_element(lanes, elements)
         pairs = loaded[:, row, col].astype(np.uint32)
         return (pairs[..., 0] | pairs[..., 1] << 16).T
 
@@ -379,15 +378,16 @@ def _mma(dtype: str, depth: int) -> Callable:
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     element = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
     pairs = depth // 8
+    A_places, C_places = _places(ac_element, 2, 2 * pairs), _places(ac_element, 2, 2)
+    B_places = _places(b_element, 2 * pairs, 1)
 
     def meaning(C, A, B):
         # Products of 16-bit numbers are exact in float64; the sum is rounded once. (Hardware sums
         # in an order and with a rounding that PTX leaves open.)
-        A = _gathered(A.view(element).reshape(WARP_SIZE, pairs, 2, 2), (16, depth))
-        B = _gathered_b(B.view(element).reshape(WARP_SIZE, 2 * pairs), (depth, 8))
-        lanes, i, j = np.meshgrid(range(WARP_SIZE), range(2), range(2), indexing="ij")
-        row, col = ac_element(lanes, i, j)
-        products = (A.astype(np.float64) @ B.astype(np.float64))[row, col]
+        down, right = A.view(element).reshape(WARP_SIZE, pairs, 2, 2), (WARP_SIZE, 2, 2 * pairs)
+        A = _gathered(down.swapaxes(1, 2).reshape(right), A_places, (16, depth))
+        B = _gathered(B.view(element).reshape(WARP_SIZE, 2 * pairs, 1), B_places, (depth, 8))
+        products = (A @ B)[C_places]
         return (products.reshape(WARP_SIZE, 4) + C).astype(np.float32)
 
     meaning.__name__ = f"mma_m16n8k{depth}_{dtype}"
@@ -405,19 +405,15 @@ def _mma(dtype: str, depth: int) -> Callable:
     )(meaning)
 
 
-def _gathered(parts, shape):
-    """A from the pairs of all lanes: (lane, column of pairs, row, element of the pair)."""
-    whole = np.zeros(shape, parts.dtype)
-    lanes, pair, i, e = np.meshgrid(*map(range, parts.shape), indexing="ij")
-    whole[ac_element(lanes, i, 2 * pair + e)] = parts
-    return whole
+def _places(element: Callable, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of what all lanes hold: those of element (i, j) of a lane at [lane, i, j]."""
+    return element(*np.meshgrid(*map(range, (WARP_SIZE, rows, cols)), indexing="ij"))
 
 
-def _gathered_b(parts, shape):
-    """B from what all lanes hold of it: (lane, row)."""
-    whole = np.zeros(shape, parts.dtype)
-    lanes, i = np.meshgrid(*map(range, parts.shape), indexing="ij")
-    whole[b_element(lanes, i, 0)] = parts
+def _gathered(parts, places, shape):
+    """A whole matrix, in float64, from what all lanes hold of it: (lane, i, j)."""
+    whole = np.zeros(shape)
+    whole[places] = parts.astype(np.float64)
     return whole
 
 

@@ -56,9 +56,9 @@ from fa2_numba.device.tensor_core_exchange import (
 from fa2_numba.device.tensor_core_products import make_accumulate_values, make_compute_scores
 from fa2_numba.device.tensor_core_tiles import make_await_copies, make_load_tile
 from fa2_numba.device.tiles import locate_head, make_count_n_blocks, make_first_visible_row
-from fa2_numba.launch import ForwardTensors, KernelLaunch, as_bits
+from fa2_numba.launch import ForwardTensors, KernelLaunch
 from fa2_numba.tensor_core_config import VECTOR, TensorCoreConfig
-from fa2_numba.tensor_core_plan import copy_bytes, kernel_name, split_scale
+from fa2_numba.tensor_core_plan import kernel_name, plan_launch
 
 
 @cache
@@ -182,25 +182,6 @@ def make_forward(config: TensorCoreConfig, dtype: str, causal: bool, width: int,
 def plan_forward(tensors: ForwardTensors, config: TensorCoreConfig) -> list[KernelLaunch]:
     """The launch that computes O and LSE, with float32 O, m and l in HBM between passes."""
     batch, seqlen_q, heads, _ = tensors.Q.shape
-    score_scale, exponent_scale, scale_first = split_scale(tensors.softmax_scale)
-    width = copy_bytes(tensors, config)
-    workspaces = [
-        tensors.allocate((batch, seqlen_q, heads, config.padded_dim)),
-        tensors.allocate(tensors.LSE.shape),
-        tensors.allocate(tensors.LSE.shape),
-    ]
-    return [
-        KernelLaunch(
-            kernel=make_forward(config, tensors.dtype, tensors.causal, width, scale_first),
-            grid=(batch * heads,),
-            threads=config.num_threads,
-            shared_bytes=config.shared_bytes,
-            arguments=(
-                *map(as_bits, tensors.operands[:4]),
-                tensors.LSE,
-                *workspaces,
-                score_scale,
-                exponent_scale,
-            ),
-        )
-    ]
+    O_acc = tensors.allocate((batch, seqlen_q, heads, config.padded_dim))
+    m, l = (tensors.allocate(tensors.LSE.shape) for _ in range(2))
+    return [plan_launch(make_forward, tensors, config, batch * heads, (O_acc, m, l))]

@@ -62,9 +62,9 @@ from fa2_numba.device.tensor_core_tiles import (
     make_store_output,
 )
 from fa2_numba.device.tiles import make_count_n_blocks
-from fa2_numba.launch import ForwardTensors, KernelLaunch, as_bits
+from fa2_numba.launch import ForwardTensors, KernelLaunch
 from fa2_numba.tensor_core_config import TensorCoreConfig
-from fa2_numba.tensor_core_plan import copy_bytes, kernel_name, split_scale
+from fa2_numba.tensor_core_plan import kernel_name, plan_launch
 
 TOLERATED_GROWTH = float32(8.0)
 """m may lag so many powers of 2 behind the maximum: P is 2^8 at most, where float16 ends at 2^16,
@@ -191,19 +191,5 @@ def make_forward(config: TensorCoreConfig, dtype: str, causal: bool, width: int,
 def plan_forward(tensors: ForwardTensors, config: TensorCoreConfig) -> list[KernelLaunch]:
     """The launch that computes O and LSE."""
     batch, seqlen_q, heads, _ = tensors.Q.shape
-    score_scale, exponent_scale, scale_first = split_scale(tensors.softmax_scale)
-    width = copy_bytes(tensors, config)
-    return [
-        KernelLaunch(
-            kernel=make_forward(config, tensors.dtype, tensors.causal, width, scale_first),
-            grid=(batch * heads * -(-seqlen_q // config.block_m),),
-            threads=config.num_threads,
-            shared_bytes=config.shared_bytes,
-            arguments=(
-                *map(as_bits, tensors.operands[:4]),
-                tensors.LSE,
-                score_scale,
-                exponent_scale,
-            ),
-        )
-    ]
+    blocks = batch * heads * -(-seqlen_q // config.block_m)
+    return [plan_launch(make_forward, tensors, config, blocks)]
