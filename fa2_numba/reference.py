@@ -15,8 +15,8 @@ and its gradient, with D_i = sum_d dO_id O_id::
 
 Arrays are laid out (batch, seqlen, heads, head_dim), as in flash_attn. With fewer key/value heads
 Hk than query heads H (GQA, MQA), query head h reads key/value head h // (H // Hk).
-`attention_forward` and `attention_backward` compute in float64. `attention_forward_same_precision`
-makes the roundings a kernel has to make, so it shows how much error is fair.
+`attention_forward` and `attention_backward` compute in float64. Each has a `..._same_precision`
+that makes the roundings a kernel has to make, so it shows how much error is fair.
 """
 
 from collections.abc import Iterator
@@ -212,9 +212,8 @@ def attention_backward(
     problem = _problem(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, dropout_mask
     )
+    _check_dout(dout, q)
     dout, q, k, v = (np.asarray(x, dtype=np.float64) for x in (dout, q, k, v))
-    if dout.shape != q.shape:
-        raise ValueError(f"dout has shape {dout.shape}; it must have the shape of q, {q.shape}")
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     scale = problem.softmax_scale
     for b, h, kv_head in problem.heads():
@@ -273,6 +272,12 @@ def attention_forward_same_precision(
     problem = _problem(
         q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, dropout_mask
     )
+    return _forward_same_precision(problem, q, k, v)
+
+
+def _forward_same_precision(
+    problem: "_Problem", q: np.ndarray, k: np.ndarray, v: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     dtype = np.asarray(q).dtype
     q, k, v = (np.asarray(x, dtype=np.float32) for x in (q, k, v))
     out, lse = np.zeros(q.shape, dtype), np.zeros(problem.lse_shape, np.float32)
@@ -288,6 +293,135 @@ def attention_forward_same_precision(
         out[b, :, h] = (unscaled * factor[:, None]).astype(dtype)
         lse[b, h] = log_sum_exp(m, l)
     return out, lse
+
+
+def attention_backward_same_precision(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute the gradients in the precision of a kernel (FA2 Alg. 2).
+
+    out and lse are those of `attention_forward_same_precision`, out rounded to the dtype of the
+    inputs. Everything else is float32, added up by `matmul_in_order`. P and dS, which is not scaled
+    yet, are rounded to the dtype of the inputs before they enter a product, as a tensor core
+    requires. dK and dV of a key/value head are summed over its query heads in float32. dQ, dK and
+    dV are rounded once, at the end.
+
+    Args:
+        dout: (B, Sq, H, D), in the dtype of q; all further arguments as for `attention_backward`.
+        q: (B, Sq, H, D), float32, float16 or bfloat16.
+        k: (B, Sk, Hk, D), same dtype.
+        v: (B, Sk, Hk, D), same dtype.
+        softmax_scale: see `attention_forward`, as are the options below.
+        causal: see above.
+        window_size: see above.
+        softcap: see above.
+        alibi_slopes: see above.
+        dropout_p: see above.
+        dropout_mask: see above.
+
+    Returns:
+        dq, dk, dv: as `attention_backward`, in the dtype of q.
+
+    Raises:
+        ValueError: as `attention_backward`.
+    """
+    options = softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, dropout_mask
+    problem = _problem(q, k, v, *options)
+    _check_dout(dout, q)
+    dtype = np.asarray(q).dtype
+    out, lse = _forward_same_precision(problem, q, k, v)
+    dout, q, k, v, out = (np.asarray(x, dtype=np.float32) for x in (dout, q, k, v, out))
+    gradients = dq, dk, dv = tuple(np.zeros(x.shape, np.float32) for x in (q, k, v))
+    scale = problem.softmax_scale
+    for b, h, kv_head in problem.heads():
+        Q, K, V, dO = q[b, :, h], k[b, :, kv_head], v[b, :, kv_head], dout[b, :, h]
+        scaled = scale * matmul_in_order(Q, K.T)  # (Sq, Sk)
+        P = _probabilities(problem.biased_and_masked(scaled, b, h), lse[b, h])
+        D = matmul_in_order(dO * out[b, :, h], np.ones((dO.shape[1], 1), np.float32))  # (Sq, 1)
+        kept, factor = problem.kept(b, h), np.float32(1 / (1 - problem.dropout_p))
+        dP = factor * (matmul_in_order(dO, V.T) * kept)
+        dS = P * (dP - D) * softcap_derivative(scaled, problem.softcap)
+        P, dS = ((x).astype(dtype).astype(np.float32) for x in (P * kept, dS))
+        dv[b, :, kv_head] += factor * matmul_in_order(P.T, dO)
+        dq[b, :, h] = scale * matmul_in_order(dS, K)
+        dk[b, :, kv_head] += scale * matmul_in_order(dS.T, Q)
+    return tuple(x.astype(dtype) for x in gradients)
+
+
+def uncancelled_gradients(
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: np.ndarray | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how large dQ and dK would be if they were made of D alone, added up without signs.
+
+    dP and D are float32 sums, each with its own error, and ``dS = P * (dP - D)`` keeps both errors
+    however small the difference is: with a single key it is 0. With ``D = sum_d |dO_id O_id|`` one
+    rounding of the sums moves dQ and dK by eps times::
+
+        scale * (P * D) |K|         scale * (P * D)^T |Q|
+
+    Args:
+        dout: (B, Sq, H, D); all arguments as for `attention_backward`.
+        q: (B, Sq, H, D).
+        k: (B, Sk, Hk, D).
+        v: (B, Sk, Hk, D).
+        softmax_scale: see `attention_forward`, as are the options below.
+        causal: see above.
+        window_size: see above.
+        softcap: see above.
+        alibi_slopes: see above.
+        dropout_p: see above.
+        dropout_mask: see above.
+
+    Returns:
+        float64 (B, Sq, H, D) and (B, Sk, Hk, D).
+    """
+    options = softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, dropout_mask
+    problem = _problem(q, k, v, *options)
+    dout, q, k, v = (np.asarray(x, dtype=np.float64) for x in (dout, q, k, v))
+    dq, dk = np.zeros(q.shape), np.zeros(k.shape)
+    scale = problem.softmax_scale
+    for b, h, kv_head in problem.heads():
+        Q, K, V, dO = q[b, :, h], k[b, :, kv_head], v[b, :, kv_head], dout[b, :, h]
+        P, _ = softmax(problem.biased_and_masked(scale * (Q @ K.T), b, h))
+        O = (problem.dropout_factor(b, h) * P) @ V
+        terms = abs(scale) * P * np.abs(dO * O).sum(axis=1, keepdims=True)  # (Sq, Sk)
+        dq[b, :, h] = terms @ np.abs(K)
+        dk[b, :, kv_head] += terms.T @ np.abs(Q)
+    return dq, dk
+
+
+def _probabilities(S: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Return ``exp(S - lse)`` (Sq, Sk), 0 in a row whose lse is -inf (FA2 Alg. 2 line 11)."""
+    return np.exp(S - np.where(lse == -np.inf, 0, lse)[:, None])
+
+
+def _check_dout(dout: np.ndarray, q: np.ndarray) -> None:
+    if np.shape(dout) != np.shape(q):
+        raise ValueError(
+            f"dout has shape {np.shape(dout)}; it must have the shape of q, {np.shape(q)}"
+        )
 
 
 def _distance(seqlen_q: int, seqlen_k: int) -> np.ndarray:

@@ -8,6 +8,10 @@ twice one rounding of the largest exact value::
 
 This works for every dtype and every size of numbers, and a kernel that skips part of its work
 does not fit in. No test framework is needed here.
+
+dQ and dK are made of differences between float32 sums, and a kernel may be off by a rounding of
+those even where the exact value is 0 everywhere. For these two, one rounding is at least float32's
+eps times the largest of `reference.uncancelled_gradients`.
 """
 
 import math
@@ -18,11 +22,19 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fa2_numba.problem import Problem
-from fa2_numba.reference import attention_forward, attention_forward_same_precision
+from fa2_numba.reference import (
+    attention_backward,
+    attention_backward_same_precision,
+    attention_forward,
+    attention_forward_same_precision,
+    uncancelled_gradients,
+)
 
 # How many times the error of the same-precision reference, and one rounding, a kernel may be off:
 # it sums in another order and uses faster exponentials than NumPy does.
 ALLOWANCE = 2
+
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +43,8 @@ class Comparison:
 
     `error` and `reference_error` are the largest absolute differences from the exact values of
     the judged array and of the same-precision reference. Both are NaN or inf if a NaN or an
-    infinity stands where it should not. `rounding` is one rounding of the largest exact value.
+    infinity stands where it should not. `rounding` is one rounding of the largest exact value, or
+    of the float32 sums it is a difference of.
     `worst` is the index where `error` was found (None for an empty array); `actual` and `exact`
     are the values there.
     """
@@ -64,7 +77,12 @@ class Comparison:
         )
 
 
-def compare(actual: np.ndarray, exact: np.ndarray, same_precision: np.ndarray) -> Comparison:
+def compare(
+    actual: np.ndarray,
+    exact: np.ndarray,
+    same_precision: np.ndarray,
+    uncancelled: np.ndarray | None = None,
+) -> Comparison:
     """Judge an array by the tolerance rule of this module.
 
     Args:
@@ -72,9 +90,10 @@ def compare(actual: np.ndarray, exact: np.ndarray, same_precision: np.ndarray) -
         exact: the float64 answer. An infinity in it (the lse of a row without visible keys) must
             stand in `actual` too, and takes no part in the maxima.
         same_precision: the answer of a reference that rounds as the kernel does.
+        uncancelled: how large values would be if the float32 sums in them did not cancel.
 
     Raises:
-        ValueError: if the three shapes differ.
+        ValueError: if the first three shapes differ.
     """
     actual, exact, same_precision = map(np.asarray, (actual, exact, same_precision))
     if not actual.shape == exact.shape == same_precision.shape:
@@ -86,11 +105,13 @@ def compare(actual: np.ndarray, exact: np.ndarray, same_precision: np.ndarray) -
     error, worst = _largest_error(actual, exact)
     reference_error, _ = _largest_error(same_precision, exact)
     largest = np.abs(exact).max(initial=0.0, where=np.isfinite(exact))
-    eps = float(ml_dtypes.finfo(actual.dtype).eps)
+    rounding = float(ml_dtypes.finfo(actual.dtype).eps) * float(largest)
+    if uncancelled is not None:
+        rounding = max(rounding, FLOAT32_EPS * float(uncancelled.max(initial=0.0)))
     return Comparison(
         error=error,
         reference_error=reference_error,
-        rounding=eps * float(largest),
+        rounding=rounding,
         worst=worst,
         actual=math.nan if worst is None else float(actual[worst]),
         exact=math.nan if worst is None else float(exact[worst]),
@@ -139,8 +160,64 @@ def assert_attention(
 
     The arguments are those of `compare_attention`.
     """
-    verdicts = zip(("out", "lse"), compare_attention(out, lse, q, k, v, **options), strict=True)
-    failures = [f"{name}: {verdict}" for name, verdict in verdicts if not verdict.passed]
+    _assert_passed(("out", "lse"), compare_attention(out, lse, q, k, v, **options))
+
+
+def compare_gradients(
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    **options,
+) -> tuple[Comparison, Comparison, Comparison]:
+    """Compare dq, dk and dv with both references, each of which runs once.
+
+    Args:
+        dq: (B, Sq, H, D), in the dtype of q.
+        dk: (B, Sk, Hk, D), likewise.
+        dv: (B, Sk, Hk, D), likewise.
+        dout: (B, Sq, H, D), as given to the kernel.
+        q: (B, Sq, H, D), as given to the kernel.
+        k: (B, Sk, Hk, D).
+        v: (B, Sk, Hk, D).
+        **options: keyword arguments of `fa2_numba.reference.attention_backward`.
+
+    Returns:
+        The comparisons of dq, dk and dv.
+    """
+    exact = attention_backward(dout, q, k, v, **options)
+    rounded = attention_backward_same_precision(dout, q, k, v, **options)
+    uncancelled = *uncancelled_gradients(dout, q, k, v, **options), None
+    return tuple(map(compare, (dq, dk, dv), exact, rounded, uncancelled))
+
+
+def assert_gradients(
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    **options,
+) -> None:
+    """Raise AssertionError, also under ``python -O``, unless dq, dk and dv all pass.
+
+    The arguments are those of `compare_gradients`.
+    """
+    verdicts = compare_gradients(dq, dk, dv, dout, q, k, v, **options)
+    _assert_passed(("dq", "dk", "dv"), verdicts)
+
+
+def _assert_passed(names: tuple[str, ...], verdicts: tuple[Comparison, ...]) -> None:
+    failures = [
+        f"{name}: {verdict}"
+        for name, verdict in zip(names, verdicts, strict=True)
+        if not verdict.passed
+    ]
     if failures:
         raise AssertionError("\n".join(failures))
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from fa2_numba.reference import (
     attention_backward,
+    attention_backward_same_precision,
     attention_forward,
     attention_forward_same_precision,
     softmax,
+    uncancelled_gradients,
     visible,
 )
 from fa2_numba.testing import random_qkv
@@ -295,7 +297,7 @@ def test_dropout_scales_what_it_keeps_and_leaves_lse_alone():
     np.testing.assert_array_equal(dropped_lse, lse)
 
 
-@pytest.mark.parametrize(
+same_precision_dtypes = pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [
         pytest.param(np.float32, 2e-6, id="fp32"),
@@ -303,7 +305,7 @@ def test_dropout_scales_what_it_keeps_and_leaves_lse_alone():
         pytest.param(BFLOAT16, 2e-2, id="bf16"),
     ],
 )
-@pytest.mark.parametrize(
+same_precision_options = pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="plain"),
@@ -314,6 +316,10 @@ def test_dropout_scales_what_it_keeps_and_leaves_lse_alone():
         pytest.param(dropout_options(2, 2, 11, 7), id="dropout"),
     ],
 )
+
+
+@same_precision_dtypes
+@same_precision_options
 def test_same_precision_is_near_the_exact_answer(dtype, tolerance, options):
     q, k, v = random_qkv(2, 11, 7, 2, 1, 16, dtype)
     out, lse = attention_forward_same_precision(q, k, v, **options)
@@ -322,6 +328,51 @@ def test_same_precision_is_near_the_exact_answer(dtype, tolerance, options):
     assert lse.dtype == np.float32
     np.testing.assert_allclose(out.astype(np.float64), exact_out, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(lse, exact_lse, rtol=2e-6, atol=2e-6)
+
+
+@same_precision_dtypes
+@same_precision_options
+def test_same_precision_gradients_are_near_the_exact_ones(dtype, tolerance, options):
+    q, k, v = random_qkv(2, 11, 7, 2, 1, 16, dtype)
+    dout = np.random.default_rng(1).standard_normal(q.shape).astype(dtype)
+    gradients = attention_backward_same_precision(dout, q, k, v, **options)
+    for rounded, exact in zip(gradients, attention_backward(dout, q, k, v, **options), strict=True):
+        assert rounded.dtype == dtype
+        largest = np.abs(exact).max()
+        assert np.abs(rounded.astype(np.float64) - exact).max() <= tolerance * largest
+
+
+def test_same_precision_sums_the_heads_of_a_group_before_it_rounds():
+    q, k, v = random_qkv(1, 9, 4, 6, 2, 8, np.float16)
+    dout = np.random.default_rng(1).standard_normal(q.shape).astype(q.dtype)
+    _, dk, dv = attention_backward_same_precision(dout, q, k, v)
+    k_all, v_all = np.repeat(k, 3, axis=2), np.repeat(v, 3, axis=2)
+    _, dk_all, dv_all = attention_backward_same_precision(dout, q, k_all, v_all)
+    for grouped, by_head in ((dk, dk_all), (dv, dv_all)):
+        rounded_too_early = by_head.reshape(1, 4, 2, 3, 8).sum(axis=3)
+        np.testing.assert_allclose(grouped, rounded_too_early, atol=1e-2)
+        assert (grouped != rounded_too_early).any()
+
+
+def test_same_precision_rows_without_keys_contribute_exactly_nothing():
+    q, k, v = random_qkv(1, 5, 2, 1, 1, 4, np.float32)
+    dout = np.ones_like(q)
+    dq, dk, dv = attention_backward_same_precision(dout, q, k, v, causal=True)
+    last = slice(3, 5)
+    arrays = dout[:, last], q[:, last], k, v
+    dq_last, dk_last, dv_last = attention_backward_same_precision(*arrays, causal=True)
+    assert (dq[:, :3] == 0).all()
+    for gradient, alone in ((dq[:, last], dq_last), (dk, dk_last), (dv, dv_last)):
+        np.testing.assert_array_equal(gradient, alone)
+
+
+def test_uncancelled_gradients_of_one_key():
+    """P is 1 and O is v, so D is the sum of |dO v|."""
+    q, k, v, dout = (np.full((1, 1, 1, 2), x) for x in (3.0, -5.0, 7.0, 11.0))
+    dout[..., 1] *= -1
+    terms = 0.5 * 2 * 7 * 11
+    dq, dk = uncancelled_gradients(dout, q, k, v, softmax_scale=-0.5)
+    assert dq.tolist() == [[[[5 * terms] * 2]]] and dk.tolist() == [[[[3 * terms] * 2]]]
 
 
 def test_options_given_as_float64_do_not_raise_the_precision():
@@ -369,8 +420,9 @@ def test_misfits_are_refused(change, message):
 
 def test_dout_must_have_the_shape_of_q():
     q, k, v = random_qkv(1, 3, 5, 4, 2, 8, np.float64)
-    with pytest.raises(ValueError, match="dout has shape"):
-        attention_backward(q[:, :2], q, k, v)
+    for function in (attention_backward, attention_backward_same_precision):
+        with pytest.raises(ValueError, match="dout has shape"):
+            function(q[:, :2], q, k, v)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 
 from fa2_numba.reference import (
+    attention_backward,
+    attention_backward_same_precision,
     attention_forward,
     attention_forward_same_precision,
+    visible,
 )
 from fa2_numba.testing import (
     SHAPES,
     Case,
     assert_attention,
+    assert_gradients,
     compare,
     compare_attention,
+    compare_gradients,
     poisoned,
     poisoned_rows,
     random_qkv,
@@ -119,6 +124,109 @@ def test_an_output_nobody_wrote_is_rejected(case, dtype):
     for out, lse in (unwritten, tuple(map(np.zeros_like, unwritten))):
         verdicts = compare_attention(out, lse, q, k, v, causal=case.causal)
         assert [verdict.passed for verdict in verdicts] == [False, False]
+
+
+def gradient_kernel(
+    case: Case,
+    dout: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    subtract_D: bool = True,
+    scale_dQ: bool = True,
+    sum_group: bool = True,
+    extra_keys: int = 0,
+) -> list[np.ndarray]:
+    """Compute gradients with NumPy's own sums; the flags break one thing each."""
+    dtype = q.dtype
+    out, lse = tiled_attention(case, q, k, v)
+    dout, q, k, v, out = (x.astype(np.float32) for x in (dout, q, k, v, out))
+    dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (q, k, v))
+    mask = visible(
+        case.seqlen_q, case.seqlen_k, window_size=(-1, extra_keys if case.causal else -1)
+    )
+    scale = np.float32(case.head_dim**-0.5)
+    for b, h in np.ndindex(case.batch, case.heads):
+        kv_head = h // (case.heads // case.kv_heads)
+        Q, K, V, dO = q[b, :, h], k[b, :, kv_head], v[b, :, kv_head], dout[b, :, h]
+        row_lse = np.where(lse[b, h] == -np.inf, np.float32(np.inf), lse[b, h])
+        P = np.where(mask, np.exp(scale * (Q @ K.T) - row_lse[:, None]), np.float32(0))
+        D = (dO * out[b, :, h]).sum(axis=1, keepdims=True)
+        dS = (P * (dO @ V.T - (D if subtract_D else 0))).astype(dtype).astype(np.float32)
+        dq[b, :, h] = (scale if scale_dQ else 1) * (dS @ K)
+        kept = 1 if sum_group else 0
+        dk[b, :, kv_head] = kept * dk[b, :, kv_head] + scale * (dS.T @ Q)
+        dv[b, :, kv_head] = kept * dv[b, :, kv_head] + P.astype(dtype).astype(np.float32).T @ dO
+    return [x.astype(dtype) for x in (dq, dk, dv)]
+
+
+def random_dout(q: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(9).standard_normal(q.shape).astype(q.dtype)
+
+
+GROUP = Case(1, 6, 2, 40, 50, 32, True, "three query heads share a key/value head")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_honest_gradients_pass(case, dtype):
+    """Also those of a single key, whose exact dq and dk are 0 everywhere."""
+    q, k, v = case.qkv(dtype)
+    dout = random_dout(q)
+    gradients = gradient_kernel(case, dout, q, k, v)
+    assert_gradients(*gradients, dout, q, k, v, causal=case.causal)
+    same_precision = attention_backward_same_precision(dout, q, k, v, causal=case.causal)
+    assert_gradients(*same_precision, dout, q, k, v, causal=case.causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mistake", "passed"),
+    [
+        pytest.param({}, (True, True, True), id="no-mistake"),
+        pytest.param({"subtract_D": False}, (False, False, True), id="D-not-subtracted"),
+        pytest.param({"scale_dQ": False}, (False, True, True), id="dQ-not-scaled"),
+        pytest.param({"sum_group": False}, (True, False, False), id="last-head-only"),
+        pytest.param({"extra_keys": 1}, (False, False, False), id="one-key-too-many"),
+    ],
+)
+def test_broken_gradients_are_rejected(dtype, mistake, passed):
+    q, k, v = GROUP.qkv(dtype)
+    dout = random_dout(q)
+    gradients = gradient_kernel(GROUP, dout, q, k, v, **mistake)
+    verdicts = compare_gradients(*gradients, dout, q, k, v, causal=True)
+    assert tuple(verdict.passed for verdict in verdicts) == passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_nobody_wrote_are_rejected(dtype):
+    q, k, v = GROUP.qkv(dtype)
+    dout = random_dout(q)
+    for value in (np.nan, 0):
+        buffers = [np.full(x.shape, value, dtype) for x in (q, k, v)]
+        verdicts = compare_gradients(*buffers, dout, q, k, v, causal=True)
+        assert not any(verdict.passed for verdict in verdicts)
+
+
+def test_a_gradient_that_is_0_everywhere_must_be_almost_0():
+    """Of one key: the errors of two float32 sums pass, and no more, also in float16."""
+    q, k, v = random_qkv(1, 4, 1, 1, 1, 64, np.float16)
+    dout = random_dout(q)
+    dq, dk, dv = (x.astype(np.float16) for x in attention_backward(dout, q, k, v))
+    for size, passes in ((1e-6, True), (1e-4, False)):
+        verdict, _, _ = compare_gradients(dq + np.float16(size), dk, dv, dout, q, k, v)
+        assert verdict.passed == passes
+
+
+def test_the_message_names_the_gradient():
+    q, k, v = CAUSAL.qkv(np.float32)
+    dout = random_dout(q)
+    dq, dk, dv = attention_backward_same_precision(dout, q, k, v, causal=True)
+    dk[0, 3, 0, 5] += 1
+    with pytest.raises(AssertionError, match=r"^dk: error 1 .*\(0, 3, 0, 5\)") as caught:
+        assert_gradients(dq, dk, dv, dout, q, k, v, causal=True)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 EXACT = np.array([[0.5, -2.0, 1.0], [0.25, 4.0, 0.0]])
