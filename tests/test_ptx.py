@@ -153,6 +153,18 @@ def mma_kernel(multiply, depth):
     return mma
 
 
+def unpack_kernel(unpack):
+    @cuda.jit
+    def unpack_word(words, out):
+        lane = cuda.threadIdx.x
+        R = cuda.local.array((1, 2), float32)
+        unpack(R, 0, 0, words[lane])
+        out[2 * lane] = R[0, 0]
+        out[2 * lane + 1] = R[0, 1]
+
+    return unpack_word
+
+
 def ldmatrix_kernel(load, matrices):
     @cuda.jit
     def ldmatrix(words, offsets, out):
@@ -227,6 +239,31 @@ def ld_shared_kernel(load, kind=uint32):
     return ld_shared
 
 
+def ld_shared_pair_kernel(load):
+    @cuda.jit
+    def ld_shared_pair(numbers, out):
+        smem = cuda.shared.array(64, float32, alignment=128)
+        lane = cuda.threadIdx.x
+        smem[lane] = numbers[lane]
+        smem[lane + 32] = numbers[lane + 32]
+        cuda.syncwarp()
+        R = cuda.local.array((1, 2), float32)
+        load(R, 0, 0, int32(shared_address(smem) + 8 * (31 - lane)))
+        out[2 * lane] = R[0, 0]
+        out[2 * lane + 1] = R[0, 1]
+
+    return ld_shared_pair
+
+
+def red_global_add_kernel(add):
+    @cuda.jit
+    def red_global_add(numbers, out):
+        lane = cuda.threadIdx.x
+        add(global_address(out) + 4 * (lane // 2), numbers[lane])
+
+    return red_global_add
+
+
 def st_shared_kernel(store):
     @cuda.jit
     def st_shared(words, out):
@@ -265,6 +302,15 @@ def moved_words(rng):
 
 def moved_numbers(rng):
     return rng.standard_normal(128).astype(np.float32), np.zeros(128, np.float32)
+
+
+def paired_numbers(rng):
+    return rng.standard_normal(64).astype(np.float32), np.zeros(64, np.float32)
+
+
+def numbers_to_add(rng):
+    """Numbers that two threads at a time add to one, exactly: no order gives another sum."""
+    return whole_numbers(rng, 32).astype(np.float32), whole_numbers(rng, 32).astype(np.float32)
 
 
 def few_words(rng):
@@ -315,6 +361,28 @@ def special_numbers_to_pack(rng):
     ties = [1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 2**-25, 3 * 2**-26, 1e-40, -0.0]
     x[: len(specials) + len(ties)] = specials + ties
     return x, x[::-1].copy(), np.zeros(32, np.uint32)
+
+
+def packed_numbers(dtype):
+    """All kinds of 16-bit numbers, but no NaN, whose bits two machines need not agree on."""
+
+    def inputs(rng):
+        bits = rng.integers(0, 2**16, 64).astype(np.uint16)
+        bits[:8] = 0, 0x8000, 1, 0x8001, 0x7C00, 0xFC00, 0x7F80, 0xFF80
+        bits[np.isnan(bits.view(dtype))] = 0x3C01
+        return bits.view(np.uint32), np.full(64, np.nan, np.float32)
+
+    return inputs
+
+
+def packed_nans(dtype):
+    def inputs(rng):
+        bits = np.full(64, 0x7FFF, np.uint16)
+        bits[::3] = 0xFFC1
+        assert np.isnan(bits.view(dtype)).all()
+        return bits.view(np.uint32), np.zeros(64, np.float32)
+
+    return inputs
 
 
 def matrix_rows(rng):
@@ -422,6 +490,13 @@ def scalar_cases():
         yield f"{name}-special", Case(name, kernel, special_numbers_to_pack, same_bits, since)
 
 
+def unpack_cases():
+    for name, dtype in (("unpack_float16", FLOAT16), ("unpack_bfloat16", BFLOAT16)):
+        kernel = unpack_kernel(INSTRUCTIONS[name])
+        yield f"{name}-nan", Case(name, kernel, packed_nans(dtype), same_numbers)
+        yield name, Case(name, kernel, packed_numbers(dtype), same_bits)
+
+
 def mma_cases():
     for name, dtype, depth, since in (
         ("mma_m16n8k16_float16", FLOAT16, 16, SM_80),
@@ -452,6 +527,11 @@ def memory_cases():
         ("st_shared_b32", st_shared_word_kernel, few_words),
     ):
         yield name, Case(name, make(INSTRUCTIONS[name]), inputs, same_bits)
+    for name, make, inputs in (
+        ("ld_shared_v2_f32", ld_shared_pair_kernel, paired_numbers),
+        ("red_global_add_f32", red_global_add_kernel, numbers_to_add),
+    ):
+        yield name, Case(name, make(INSTRUCTIONS[name]), inputs, same_bits)
     for name, make in (
         ("ld_global_v4_f32", ld_global_kernel),
         ("st_global_v4_f32", st_global_kernel),
@@ -461,7 +541,7 @@ def memory_cases():
         yield name, Case(name, kernel, moved_numbers, same_bits)
 
 
-CASES = dict([*scalar_cases(), *mma_cases(), *memory_cases()])
+CASES = dict([*scalar_cases(), *unpack_cases(), *mma_cases(), *memory_cases()])
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 KERNELS = {case.instruction: case for case in CASES.values()}
 WITHOUT_KERNEL = {

@@ -33,6 +33,7 @@ from fa2_numba.device.ptx import (
     mma_m16n8k16_float16,
     pack_bfloat16,
     pack_float16,
+    red_global_add_f32,
     shared_address,
     st_global_v4_b32,
     st_shared_b32,
@@ -543,6 +544,75 @@ def test_a_read_only_argument_is_not_written(checks):
     x.flags.writeable = False
     message = refused(write, OutOfBoundsError, x, out, thread=0, threads=1, checks=checks)
     assert "argument x is read-only" in message and x[4] == 5
+
+
+@cuda.jit
+def add_to_eight(x, out):
+    i = cuda.grid(1)
+    red_global_add_f32(global_address(out) + 4 * (i % 8), x[i])
+
+
+@pytest.mark.parametrize("options", [{}, {"checks": False}, {"seed": 3}, {"counts": True}])
+def test_threads_of_all_blocks_add_to_the_same_numbers(options):
+    x = np.arange(128, dtype=np.float32)
+    out = np.full(9, 0.5, np.float32)
+    options = {"counts": False, "progress": False} | options
+    simulate(add_to_eight, **options)[2, 64](x, out)
+    np.testing.assert_array_equal(out, [*(x.reshape(-1, 8).sum(axis=0) + 0.5), 0.5])
+
+
+@with_and_without_checks
+def test_an_addition_is_counted_as_atomic_and_not_as_traffic(checks):
+    x, out = np.ones(64, np.float32), np.zeros(8, np.float32)
+    report = run(add_to_eight, x, out, threads=64, counts=True, checks=checks)
+    assert report.atomics == 64
+    # What is loaded is x.
+    assert report.global_load_bytes == 64 * 4 and report.global_load_requests == 2
+    assert report.global_store_bytes == report.global_store_requests == 0
+
+
+def test_an_addition_rounds_as_float32():
+    @cuda.jit
+    def add_one(out):
+        red_global_add_f32(global_address(out), 1.0)
+
+    out = np.array([2.0**24, np.nan], np.float32)
+    run(add_one, out, threads=1)
+    np.testing.assert_array_equal(out, np.array([2.0**24, np.nan], np.float32))
+    run(add_one, out[1:], threads=1)
+    assert np.isnan(out[1])
+
+
+def addition_kernel(offset):
+    @cuda.jit
+    def add(out):
+        if cuda.threadIdx.x == 5:
+            red_global_add_f32(global_address(out) + offset, 1.0)  # bad
+
+    return add
+
+
+@with_and_without_checks
+@pytest.mark.parametrize(
+    ("offset", "kind", "where"),
+    [
+        (32, OutOfBoundsError, "reaches 4 bytes past the last byte of argument out"),
+        (-4, OutOfBoundsError, "reaches 4 bytes before the first byte of argument out"),
+        (2, MisalignedError, "4 bytes lie at a multiple of 4; it is 2 over one"),
+    ],
+)
+def test_an_addition_lies_in_an_array(offset, kind, where, checks):
+    out = np.zeros(8, np.float32)
+    assert where in refused(addition_kernel(offset), kind, out, thread=5, checks=checks)
+    assert not out.any()
+
+
+@with_and_without_checks
+def test_nothing_is_added_to_a_read_only_argument(checks):
+    out = np.zeros(8, np.float32)
+    out.flags.writeable = False
+    message = refused(addition_kernel(0), OutOfBoundsError, out, thread=5, checks=checks)
+    assert "argument out is read-only" in message and not out.any()
 
 
 @with_and_without_checks

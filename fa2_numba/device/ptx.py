@@ -59,12 +59,14 @@ class Address:
     size: bytes at the address, which is a multiple of it. `meaning` gets these bytes as uint8 if
     they are loaded, and returns them if they are stored.
     at_most: the scalar operand that says how many of the bytes are loaded, the others being 0.
+    updated: they are loaded and stored, and no other thread comes in between.
     """
 
     space: str
     size: int
     stored: bool = False
     at_most: str | None = None
+    updated: bool = False
 
     @property
     def type(self) -> types.Type:
@@ -342,6 +344,26 @@ def _pack(pair):
     return int(bits[0] | bits[1] << 16)
 
 
+def _unpack(dtype: str, text: str) -> Callable:
+    element = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
+
+    def meaning(R, x):
+        return np.array([x], np.uint32).view(element).astype(np.float32)
+
+    meaning.__name__ = f"unpack_{dtype}"
+    meaning.__doc__ = f"The two {dtype} numbers in a register, low half first, as float32."
+    return instruction(
+        "{{ .reg .b16 l, h; .reg .b32 a, b; .reg .b64 t; "
+        f"{text} mov.b64 t, {{{{a, b}}}}; mov.b64 {{R}}, t; }}}}",
+        R=Registers(float32, ROW[:2], read=False, written=True),
+        x=uint32,
+    )(meaning)
+
+
+unpack_float16 = _unpack("float16", "mov.b32 {{l, h}}, {x}; cvt.f32.f16 a, l; cvt.f32.f16 b, h;")
+unpack_bfloat16 = _unpack("bfloat16", "shl.b32 a, {x}, 16; and.b32 b, {x}, 0xffff0000;")
+
+
 def _ldmatrix(matrices: int, transposed: bool) -> Callable:
     """`ldmatrix` of 1, 2 or 4 matrices of 8 x 8 16-bit elements."""
     suffix = ".trans" if transposed else ""
@@ -472,17 +494,17 @@ cp_async_wait_group_1 = _cp_async_wait_group(1)
 KINDS = {"b32": uint32, "f32": float32}
 
 
-def _load(space: str, kind: str) -> Callable:
+def _load(space: str, kind: str, count: int = 4) -> Callable:
     def meaning(R, address):
         return address.view(KINDS[kind].name)
 
-    meaning.__name__ = f"ld_{space}_v4_{kind}"
-    meaning.__doc__ = f"16 bytes of {space} memory into four registers of a row."
+    meaning.__name__ = f"ld_{space}_v{count}_{kind}"
+    meaning.__doc__ = f"{4 * count} bytes of {space} memory into {count} registers of a row."
     return instruction(
-        f"ld.{space}.v4.{kind} {{R}}, [{{address}}];",
+        f"ld.{space}.v{count}.{kind} {{R}}, [{{address}}];",
         memory=True,
-        R=Registers(KINDS[kind], ROW, read=False, written=True),
-        address=Address(space, 16),
+        R=Registers(KINDS[kind], ROW[:count], read=False, written=True),
+        address=Address(space, 4 * count),
     )(meaning)
 
 
@@ -503,6 +525,7 @@ def _store(space: str, kind: str) -> Callable:
 ld_global_v4_b32, ld_shared_v4_b32 = _load("global", "b32"), _load("shared", "b32")
 st_global_v4_b32, st_shared_v4_b32 = _store("global", "b32"), _store("shared", "b32")
 ld_global_v4_f32, ld_shared_v4_f32 = _load("global", "f32"), _load("shared", "f32")
+ld_shared_v2_f32 = _load("shared", "f32", 2)
 st_global_v4_f32 = _store("global", "f32")
 
 
@@ -515,3 +538,14 @@ st_global_v4_f32 = _store("global", "f32")
 def st_shared_b32(address, x):
     """One register into 4 bytes of shared memory."""
     return np.uint32(x).reshape(1).view(np.uint8)
+
+
+@instruction(
+    "red.relaxed.gpu.global.add.f32 [{address}], {x};",
+    memory=True,
+    address=Address("global", 4, stored=True, updated=True),
+    x=float32,
+)
+def red_global_add_f32(address, x):
+    """Add a number to 4 bytes of global memory, in whatever order threads come."""
+    return (address.view(np.float32) + np.float32(x)).view(np.uint8)

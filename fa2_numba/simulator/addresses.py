@@ -87,6 +87,7 @@ class Access:
     """One thread's access to `size` bytes at an address, by the instruction at `place`.
 
     wanted: how many of the bytes it touches. asynchronous: it is part of an asynchronous copy.
+    updated: it is both a load and a store, done together.
     """
 
     space: str
@@ -95,11 +96,12 @@ class Access:
     wanted: int
     stored: bool
     asynchronous: bool
+    updated: bool
     place: Place
 
     def load(self) -> np.ndarray | None:
-        """The bytes, those that are not wanted being 0; None if they are to be stored."""
-        if self.stored:
+        """The bytes, those that are not wanted being 0; None if they are only to be stored."""
+        if self.stored and not self.updated:
             return None
         loaded = np.zeros(self.size, np.uint8)
         if self.wanted:
@@ -114,6 +116,8 @@ class Access:
         owner, first = self._located()
         if not owner.bytes.flags.writeable:
             raise self._error(OutOfBoundsError, f"{owner} is read-only")
+        if self.updated and getcurrent().block.observer:
+            getcurrent().block.observer.atomic_done()
         if self.asynchronous:
             copy = Copy(owner, first, data, self._stamp, lambda: self._named(owner))
             if self._is_checked:
@@ -143,7 +147,7 @@ class Access:
         end = self.address + self.wanted
         for owner in owners:
             if owner.start <= self.address and end <= owner.end:
-                if block.observer:
+                if block.observer and not self.updated:
                     block.observer.address_used(self, owner)
                 return owner, self.address - owner.start
         raise self._error(OutOfBoundsError, self._where(owners))

@@ -76,7 +76,8 @@ def _access(what: Instruction, name: str, operands: dict[str, object], place: Pl
     if what.collective and getcurrent().lane >= _row_count(what):
         wanted = 0
     address = operands[name].value
-    return Access(kind.space, address, kind.size, wanted, kind.stored, what.asynchronous, place)
+    how = kind.stored, what.asynchronous, kind.updated
+    return Access(kind.space, address, kind.size, wanted, *how, place)
 
 
 def _is_matrix(values: np.ndarray) -> bool:
