@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral
+from operator import attrgetter
 
 from fa2_numba.constants import MAX_HEAD_DIM, WARP_SIZE
 
@@ -15,6 +17,8 @@ EXCHANGE_COLS = 16
 """Columns of O that sliced-K warps sum through shared memory at a time."""
 
 MAX_WARPS = 8
+BACKWARD_WARPS = (4, 2)
+"""Warps of a block of a CUDA-core backward pass, the first number with which it fits."""
 
 RESERVED_SHARED_BYTES = 1024
 """What CUDA keeps of a multiprocessor's shared memory for each block that runs on it.
@@ -128,6 +132,30 @@ class TileConfig:
         return 4 * (q_and_k + self.block_n * self.head_dim)
 
     @property
+    def transposed(self) -> TileConfig:
+        """The same tiles with queries and keys swapped: in it, split-Q warps own rows of keys."""
+        return TileConfig(self.head_dim, self.block_n, self.block_m, self.num_warps)
+
+    @property
+    def ds_stride(self) -> int:
+        """Elements from one key of a backward pass's dS tile to the next.
+
+        So many more than it holds queries: eight keys of four neighbouring queries, which a warp
+        reads at once, then lie in 32 different banks.
+        """
+        return self.block_m + SPLIT_Q_LANES[0]
+
+    @property
+    def query_parallel_shared_bytes(self) -> int:
+        """Shared memory of a backward kernel that keeps dS in registers: Q, dO, K and V tiles."""
+        return 4 * 2 * (self.block_m + self.block_n) * self.row_stride
+
+    @property
+    def backward_shared_bytes(self) -> int:
+        """Shared memory of a backward kernel: the Q, dO, K and V tiles and the dS tile."""
+        return self.query_parallel_shared_bytes + 4 * self.block_n * self.ds_stride
+
+    @property
     def sliced_k_shared_bytes(self) -> int:
         """Shared memory of a sliced-K kernel: split-Q's tiles, partial O, row statistics.
 
@@ -149,15 +177,36 @@ def choose_tiles(head_dim: int, shared_bytes_limit: int, num_warps: int = 4) -> 
     tiles with which two blocks of the hungriest rung fit a multiprocessor, else the largest of
     which one fits. `shared_bytes_limit` is the device's opt-in shared memory of a block, in bytes.
     """
-    candidates = _candidates(-(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, num_warps)
-    for blocks in (2, 1):
-        limit = shared_bytes_limit - (blocks - 1) * RESERVED_SHARED_BYTES
-        for config in candidates:
-            if blocks * config.sliced_k_shared_bytes <= limit:
-                return config
+    shared_bytes = attrgetter("sliced_k_shared_bytes")
+    return _largest_tiles(head_dim, shared_bytes_limit, (num_warps,), shared_bytes)
+
+
+def choose_backward_tiles(head_dim: int, shared_bytes_limit: int) -> TileConfig:
+    """The tiles of every CUDA-core backward pass, as `choose_tiles` chooses those of the forward.
+
+    Four warps, or two where their tiles, twice as many as in the forward pass, do not fit.
+    """
+    shared_bytes = attrgetter("backward_shared_bytes")
+    return _largest_tiles(head_dim, shared_bytes_limit, BACKWARD_WARPS, shared_bytes)
+
+
+def _largest_tiles(
+    head_dim: int,
+    shared_bytes_limit: int,
+    warps: tuple[int, ...],
+    shared_bytes: Callable[[TileConfig], int],
+) -> TileConfig:
+    """The largest tiles with which two blocks fit, else one; of the first number of warps."""
+    for num_warps in warps:
+        candidates = _candidates(-(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP, num_warps)
+        for blocks in (2, 1):
+            limit = shared_bytes_limit - (blocks - 1) * RESERVED_SHARED_BYTES
+            for config in candidates:
+                if blocks * shared_bytes(config) <= limit:
+                    return config
     raise ValueError(
         f"head_dim={head_dim}, num_warps={num_warps}: the smallest tiles need "
-        f"{candidates[-1].sliced_k_shared_bytes} bytes of shared memory, the device has "
+        f"{shared_bytes(candidates[-1])} bytes of shared memory, the device has "
         f"{shared_bytes_limit}"
     )
 

@@ -18,10 +18,14 @@ from fa2_numba.kernels import (
     fa2_fewer_flops,
     fa2_seq_parallel,
     fa2_split_q,
+    fa2_split_q_backward,
     fa2_tensor_core,
+    fa2_tensor_core_backward,
     standard,
+    standard_backward,
 )
-from fa2_numba.launch import ForwardTensors, KernelLaunch
+from fa2_numba.launch import BackwardTensors, ForwardTensors, KernelLaunch
+from fa2_numba.tensor_core_backward_config import choose_backward_tiles
 from fa2_numba.tensor_core_config import choose_sliced_k_tiles, choose_split_q_tiles
 
 
@@ -32,7 +36,8 @@ class Rung:
     idea: what it changes against the rung below; source: where the paper describes it;
     dtypes: of the arrays it takes, each with the lowest compute capability that runs it;
     choose_tiles: its tile configuration for a head dim on a device; plan_forward: the launches that
-    compute O and LSE with it.
+    compute O and LSE with it; choose_backward_tiles, plan_backward: the same for dQ, dK and dV,
+    None where a rung has no backward pass.
     """
 
     name: str
@@ -41,6 +46,8 @@ class Rung:
     dtypes: Mapping[str, tuple[int, int]]
     choose_tiles: Callable[[int, DeviceLimits], object]
     plan_forward: Callable[[ForwardTensors, object], list[KernelLaunch]]
+    choose_backward_tiles: Callable[[int, DeviceLimits], object] | None = None
+    plan_backward: Callable[[BackwardTensors, object], list[KernelLaunch]] | None = None
 
 
 CUDA_CORE_DTYPES = {"float32": (5, 0), "float16": (5, 0), "bfloat16": (5, 0)}
@@ -50,6 +57,11 @@ TENSOR_CORE_DTYPES = {"float16": (7, 5), "bfloat16": (8, 0)}
 def cuda_core_tiles(head_dim: int, limits: DeviceLimits) -> TileConfig:
     """The tiles of every CUDA-core rung."""
     return config.choose_tiles(head_dim, limits.shared_bytes_per_block)
+
+
+def cuda_core_backward_tiles(head_dim: int, limits: DeviceLimits) -> TileConfig:
+    """The tiles of every CUDA-core backward pass."""
+    return config.choose_backward_tiles(head_dim, limits.shared_bytes_per_block)
 
 
 RUNGS = {
@@ -62,6 +74,8 @@ RUNGS = {
             CUDA_CORE_DTYPES,
             cuda_core_tiles,
             standard.plan_forward,
+            cuda_core_backward_tiles,
+            standard_backward.plan_backward,
         ),
         Rung(
             "fa1_sliced_k",
@@ -94,6 +108,8 @@ RUNGS = {
             CUDA_CORE_DTYPES,
             cuda_core_tiles,
             fa2_split_q.plan_forward,
+            cuda_core_backward_tiles,
+            fa2_split_q_backward.plan_backward,
         ),
         Rung(
             "fa1_tensor_core",
@@ -110,6 +126,8 @@ RUNGS = {
             TENSOR_CORE_DTYPES,
             choose_split_q_tiles,
             fa2_tensor_core.plan_forward,
+            choose_backward_tiles,
+            fa2_tensor_core_backward.plan_backward,
         ),
     )
 }
@@ -123,11 +141,34 @@ def cuda_core_rungs() -> list[str]:
 
 def choose_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> Rung:
     """The rung of that id, or for "auto" the highest one that takes the dtype on the device."""
+    return _choose_among(RUNGS, rung, dtype, compute_capability)
+
+
+def choose_backward_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> Rung:
+    """The same for the backward pass, which not every rung has."""
+    refuse_without_backward(rung)
+    return _choose_among(_backward_rungs(), rung, dtype, compute_capability)
+
+
+def refuse_without_backward(rung: str) -> None:
+    """Refuse the id of a rung that has no backward pass."""
+    rungs = _backward_rungs()
+    if isinstance(rung, str) and rung in RUNGS and rung not in rungs:
+        raise ArgumentError(f"rung={rung!r}: has no backward pass; {', '.join(rungs)} have one")
+
+
+def _backward_rungs() -> dict[str, Rung]:
+    return {name: rung for name, rung in RUNGS.items() if rung.plan_backward is not None}
+
+
+def _choose_among(
+    rungs: Mapping[str, Rung], rung: str, dtype: str, compute_capability: tuple[int, int]
+) -> Rung:
     if rung == "auto":
-        return _highest_rung(dtype, compute_capability)
-    if not isinstance(rung, str) or rung not in RUNGS:
-        raise ArgumentError(f"rung={rung!r}: must be 'auto' or one of {', '.join(RUNGS)}")
-    dtypes = RUNGS[rung].dtypes
+        return _highest_rung(rungs, dtype, compute_capability)
+    if not isinstance(rung, str) or rung not in rungs:
+        raise ArgumentError(f"rung={rung!r}: must be 'auto' or one of {', '.join(rungs)}")
+    dtypes = rungs[rung].dtypes
     if dtype not in dtypes:
         raise ArgumentError(f"rung={rung!r}: takes {', '.join(dtypes)}, not {dtype}")
     if compute_capability < dtypes[dtype]:
@@ -135,11 +176,13 @@ def choose_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> R
             f"rung={rung!r}: takes {dtype} from compute capability {_dotted(dtypes[dtype])} on; "
             f"this device has {_dotted(compute_capability)}"
         )
-    return RUNGS[rung]
+    return rungs[rung]
 
 
-def _highest_rung(dtype: str, compute_capability: tuple[int, int]) -> Rung:
-    for rung in reversed(RUNGS.values()):
+def _highest_rung(
+    rungs: Mapping[str, Rung], dtype: str, compute_capability: tuple[int, int]
+) -> Rung:
+    for rung in reversed(rungs.values()):
         if dtype in rung.dtypes and compute_capability >= rung.dtypes[dtype]:
             return rung
     raise ArgumentError(
@@ -155,3 +198,9 @@ def _dotted(compute_capability: tuple[int, int]) -> str:
 def tiles_for(rung: Rung, head_dim: int, limits: DeviceLimits) -> object:
     """The tile configuration with which a rung computes a head dim on a device."""
     return rung.choose_tiles(head_dim, limits)
+
+
+@cache
+def backward_tiles_for(rung: Rung, head_dim: int, limits: DeviceLimits) -> object:
+    """The tile configuration with which its backward pass computes a head dim on a device."""
+    return rung.choose_backward_tiles(head_dim, limits)

@@ -96,6 +96,31 @@ class ForwardTensors:
         return self.Q, self.K, self.V, self.O, self.LSE
 
 
+@dataclass(frozen=True)
+class BackwardTensors:
+    """What a backward rung reads and writes, as kernels take them.
+
+    Q, K, V, O, LSE: as in `ForwardTensors`, the last two as the forward pass left them; dO, dQ:
+    like Q; dK, dV: like K. deterministic: dQ has to be the same, bit by bit, in every run. The
+    rest, and what launches may depend on, is as in `ForwardTensors`.
+    """
+
+    Q: object
+    K: object
+    V: object
+    O: object
+    LSE: object
+    dO: object
+    dQ: object
+    dK: object
+    dV: object
+    softmax_scale: np.float32
+    causal: bool
+    deterministic: bool
+    dtype: str
+    allocate: Callable[[tuple[int, ...]], object]
+
+
 class SimulatorMachine:
     """Runs kernels in the simulator, on host arrays."""
 

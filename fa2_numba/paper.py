@@ -32,5 +32,22 @@ PAPER_STEPS = {
         14: "write O_i to HBM",
         15: "write L_i to HBM",
     },
+    "FA2 Alg. 2": {
+        3: "dQ = 0 in HBM",
+        4: "D = rowsum(dO o O) to HBM (o: element by element)",
+        5: "for every tile j of keys and values",
+        6: "load K_j, V_j on chip",
+        7: "dK_j = 0, dV_j = 0 on chip",
+        8: "for every tile i of queries",
+        9: "load Q_i, O_i, dO_i, dQ_i, L_i, D_i on chip",
+        10: "S = Q_i K_j^T",
+        11: "P = exp(S - L_i)",
+        12: "dV_j = dV_j + P^T dO_i",
+        13: "dP = dO_i V_j^T",
+        14: "dS = P o (dP - D_i)",
+        15: "dQ_i = dQ_i + dS K_j to HBM",
+        16: "dK_j = dK_j + dS^T Q_i",
+        18: "write dK_j, dV_j to HBM",
+    },
 }
 """Algorithm -> line number -> what happens there."""

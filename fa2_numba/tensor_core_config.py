@@ -39,8 +39,44 @@ Many keys are best: what crosses the warps for a tile is a part of O from each, 
 """
 
 
+class SwizzledRows:
+    """How the rows of a tile of `padded_dim` 16-bit columns lie in shared memory."""
+
+    padded_dim: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a tile's row."""
+        return ELEMENT_BYTES * self.padded_dim
+
+    @property
+    def line_chunks(self) -> int:
+        """Chunks of a row within which the swizzle permutes: 8 where rows have so many, else 4."""
+        return 8 if self.padded_dim % 64 == 0 else 4
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of a line."""
+        return CHUNK_BYTES * self.line_chunks
+
+    @property
+    def line_cols(self) -> int:
+        """Elements of a line."""
+        return self.line_bytes // ELEMENT_BYTES
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of a row."""
+        return self.row_bytes // self.line_bytes
+
+    @property
+    def line_fragments(self) -> int:
+        """Fragments of 16 columns in a line."""
+        return self.line_chunks // 2
+
+
 @dataclass(frozen=True)
-class TensorCoreConfig:
+class TensorCoreConfig(SwizzledRows):
     """Tiles of a tensor-core rung.
 
     head_dim: that of the arrays; tiles pad it to `padded_dim`. block_m, block_n: rows of a tile of
@@ -83,36 +119,6 @@ class TensorCoreConfig:
     def padded_dim(self) -> int:
         """Columns of a tile: the head dim and zeros, a multiple of 32."""
         return -(-self.head_dim // 32) * 32
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a tile's row."""
-        return ELEMENT_BYTES * self.padded_dim
-
-    @property
-    def line_chunks(self) -> int:
-        """Chunks of a row within which the swizzle permutes: 8 where rows have so many, else 4."""
-        return 8 if self.padded_dim % 64 == 0 else 4
-
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of a line."""
-        return CHUNK_BYTES * self.line_chunks
-
-    @property
-    def line_cols(self) -> int:
-        """Elements of a line."""
-        return self.line_bytes // ELEMENT_BYTES
-
-    @property
-    def num_lines(self) -> int:
-        """Lines of a row."""
-        return self.row_bytes // self.line_bytes
-
-    @property
-    def line_fragments(self) -> int:
-        """Fragments of 16 columns in a line."""
-        return self.line_chunks // 2
 
     @property
     def split_q_elements(self) -> tuple[int, int, int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fa2_numba.constants import LOG2_E
 from fa2_numba.device.tensor_core_tiles import CP_ASYNC
 from fa2_numba.launch import ForwardTensors, GpuArray, KernelLaunch, as_bits
+from fa2_numba.tensor_core_backward_config import BackwardConfig
 from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
 
 MAX_ROW_STRIDE = 2**31 - 1
@@ -25,24 +26,23 @@ def plan_launch(
 ) -> KernelLaunch:
     """The launch of a rung's kernel on a grid of so many blocks."""
     score_scale, exponent_scale, scale_first = split_scale(tensors.softmax_scale)
-    width = copy_bytes(tensors, config)
-    bits = map(as_bits, (tensors.Q, tensors.K, tensors.V, tensors.O))
+    arrays = (tensors.Q, tensors.K, tensors.V, tensors.O)
+    width = copy_bytes(arrays, config)
     return KernelLaunch(
         kernel=make_forward(config, tensors.dtype, tensors.causal, width, scale_first),
         grid=(blocks,),
         threads=config.num_threads,
         shared_bytes=config.shared_bytes,
-        arguments=(*bits, tensors.LSE, *workspaces, score_scale, exponent_scale),
+        arguments=(*map(as_bits, arrays), tensors.LSE, *workspaces, score_scale, exponent_scale),
     )
 
 
-def copy_bytes(tensors: ForwardTensors, config: TensorCoreConfig) -> int:
-    """The widest pieces in which Q, K, V and O can be copied: 16, 8 or 4 bytes, or an element.
+def copy_bytes(arrays: Sequence[object], config: TensorCoreConfig | BackwardConfig) -> int:
+    """The widest pieces in which rows of all arrays can be copied: 16, 8, 4 bytes, or an element.
 
     Every address must be a multiple of it, every stride that is ever taken too, and a row's
     elements neighbours. What sm_75 loads at once cannot end in the middle of 16 bytes.
     """
-    arrays = (tensors.Q, tensors.K, tensors.V, tensors.O)
     axes = [axis for x in arrays for axis in zip(x.strides[:3], x.shape[:3], strict=True)]
     strides = [stride for stride, size in axes if size > 1]
     in_rows = all(array.strides[3] == ELEMENT_BYTES or array.shape[3] == 1 for array in arrays)
@@ -79,7 +79,12 @@ def split_scale(softmax_scale: np.float32) -> tuple[np.float32, np.float32, bool
 
 
 def kernel_name(
-    rung: str, config: TensorCoreConfig, dtype: str, causal: bool, width: int, scale_first: bool
+    rung: str,
+    config: TensorCoreConfig | BackwardConfig,
+    dtype: str,
+    causal: bool,
+    width: int,
+    scale_first: bool,
 ) -> str:
     """The rung and all that its kernel is built for, as profilers and tracebacks show it."""
     narrow = f"_x{width}" if width < CHUNK_BYTES else ""

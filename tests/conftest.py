@@ -8,7 +8,8 @@ import pytest
 
 from fa2_numba import Simulator, arrays, interface, ladder, staging
 from fa2_numba.config import HEAD_DIM_STEP, TileConfig
-from fa2_numba.launch import ForwardTensors, SimulatorMachine, gpu_available
+from fa2_numba.launch import BackwardTensors, ForwardTensors, SimulatorMachine, gpu_available
+from fa2_numba.reference import attention_forward
 from fa2_numba.tensor_core_config import (
     TensorCoreConfig,
     choose_sliced_k_tiles,
@@ -122,6 +123,39 @@ def run_rung(plan_forward, qkv, config, simulator, causal):
         lambda shape: poisoned(shape, np.float32),
     )
     return out, lse, SimulatorMachine(simulator).run(plan_forward(tensors, config))
+
+
+def run_backward(
+    plan_backward,
+    qkv,
+    dout,
+    config,
+    simulator,
+    causal,
+    deterministic=False,
+    softmax_scale=None,
+):
+    """Run a rung's backward launches: dq, dk, dv (NaN before), the reports.
+
+    out and lse, which a forward pass would have left, are exact ones, rounded.
+    """
+    scale = qkv[0].shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    dtype = qkv[0].dtype
+    out, lse = attention_forward(*qkv, causal=causal, softmax_scale=scale)
+    q, k, v, out, dout, *gradients = (
+        x.view(np.uint16) if dtype == ml_dtypes.bfloat16 else x
+        for x in (*qkv, out.astype(dtype), dout, *(poisoned(x.shape, dtype) for x in qkv))
+    )
+    tensors = BackwardTensors(
+        *(q, k, v, out, lse.astype(np.float32), dout, *gradients),
+        np.float32(scale),
+        causal,
+        deterministic,
+        dtype.name,
+        lambda shape: poisoned(shape, np.float32),
+    )
+    reports = SimulatorMachine(simulator).run(plan_backward(tensors, config))
+    return *(x.view(dtype) for x in gradients), reports
 
 
 def with_small_tiles(machine, monkeypatch):

@@ -18,7 +18,7 @@ from fa2_numba import RUNGS
 from fa2_numba.config import DeviceLimits
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.errors import ArgumentError
-from fa2_numba.launch import ForwardTensors, signature
+from fa2_numba.launch import BackwardTensors, ForwardTensors, signature
 from fa2_numba.lessons.occupancy import blocks_per_multiprocessor
 
 from .conftest import CUDA_CORE_RUNGS, TENSOR_CORE_RUNGS
@@ -39,6 +39,15 @@ MOST_SPILLED = {("fa2_tensor_core", 128): 120, ("fa1_tensor_core", 256): 16}
 
 All 255 registers are full there; what gives way is m, l and addresses, used once a tile.
 """
+BACKWARD_SPILLED = 700
+"""The same of `fa2_split_q`'s backward pass with head dim 256 on sm_75, and of no other: dQ, dK and
+dV alone take 128 registers of a thread there."""
+TENSOR_CORE_BACKWARD_SPILLED = {
+    ("sm_80", 256): 32,
+    ("sm_90a", 256): 8,
+    ("sm_100", 256): 24,
+}
+"""(Architecture, head dim) -> the same of `fa2_tensor_core`'s backward pass, with a causal mask."""
 
 
 def ptxas():
@@ -54,15 +63,19 @@ def limits_of(architecture):
     return DeviceLimits(capability, SHARED_BYTES_PER_BLOCK[capability])
 
 
+def one_row(dtype, head_dim, offset):
+    """An array with one row, so many elements behind a multiple of 16 bytes."""
+    room = np.zeros(head_dim + 64, KERNEL_DTYPES[dtype])
+    start = -room.__array_interface__["data"][0] % 16 // room.itemsize + offset
+    return room[start : start + head_dim].reshape(1, 1, 1, head_dim)
+
+
 def launches(rung, dtype, head_dim, architecture, causal, offset=0):
     """The architecture's shared memory, and what a rung launches on a small problem, tiled for it.
 
     offset: how many elements the arrays begin behind a multiple of 16 bytes.
     """
-    room = np.zeros(head_dim + 64, KERNEL_DTYPES[dtype])
-    start = -room.__array_interface__["data"][0] % 16 // room.itemsize + offset
-    x = room[start : start + head_dim].reshape(1, 1, 1, head_dim)
-    lse = np.zeros((1, 1, 1), np.float32)
+    x, lse = one_row(dtype, head_dim, offset), np.zeros((1, 1, 1), np.float32)
     tensors = ForwardTensors(
         x, x, x, x, lse, np.float32(1), causal, dtype, lambda s: np.zeros(s, np.float32)
     )
@@ -154,6 +167,92 @@ def test_tensor_core_kernels_fit_the_architecture(
     assert launch.shared_bytes <= limit
     spilled = check_kernel(launch, architecture, tmp_path)
     assert spilled <= MOST_SPILLED.get((rung, head_dim), 0)
+
+
+def backward_cases():
+    """Every dtype, head dim and mask on Hopper, some elsewhere; most of it in the sweep."""
+    default = {("float32", 64, False), ("float16", 128, True)}
+    for case in itertools.product(KERNEL_DTYPES, (16, 64, 128, 256), (False, True)):
+        yield "sm_90a", *case, case not in default
+    for architecture in ARCHITECTURES:
+        if architecture != "sm_90a":
+            yield architecture, "float32", 128, True, True
+            yield architecture, "float16", 256, True, architecture != "sm_75"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "head_dim", "causal"), compile_cases(backward_cases())
+)
+@pytest.mark.parametrize("rung", ["standard", "fa2_split_q"])
+def test_backward_kernels_fit_the_architecture(
+    rung, architecture, dtype, head_dim, causal, tmp_path
+):
+    limits, seen = limits_of(architecture), set()
+    config = RUNGS[rung].choose_backward_tiles(head_dim, limits)
+    x = np.zeros((1, 1, 1, head_dim), KERNEL_DTYPES[dtype])
+    lse = np.zeros((1, 1, 1), np.float32)
+    for deterministic in (False, True):
+        tensors = BackwardTensors(
+            *(x, x, x, x, lse, x, x, x, x, np.float32(1), causal, deterministic, dtype),
+            lambda s: np.zeros(s, np.float32),
+        )
+        for launch in RUNGS[rung].plan_backward(tensors, config):
+            assert launch.shared_bytes <= limits.shared_bytes_per_block
+            if launch.kernel not in seen:
+                seen.add(launch.kernel)
+                most = BACKWARD_SPILLED if (architecture, head_dim) == ("sm_75", 256) else 0
+                assert check_kernel(launch, architecture, tmp_path) <= most
+
+
+def tensor_core_backward_cases():
+    """Head dims 64 and 128 on Hopper; in the sweep the rest, and some elsewhere.
+
+    Last of a case: whether dQ is computed alone, and the bytes by which arrays miss 16.
+    """
+    default = {("float16", 64, False), ("bfloat16", 128, True)}
+    dims = (16, 64, 96, 128, 256)
+    for case in itertools.product(("float16", "bfloat16"), dims, (False, True)):
+        yield "sm_90a", *case, False, 0, case not in default
+    for number, head_dim in enumerate(dims):
+        dtype = ("float16", "bfloat16")[number % 2]
+        yield "sm_90a", dtype, head_dim, number % 2 == 0, True, 0, True
+    yield "sm_90a", "float16", 64, True, False, 2, True
+    yield "sm_90a", "bfloat16", 128, False, True, 2, True
+    yield "sm_75", "float16", 32, False, True, 2, True
+    yield "sm_75", "float16", 64, True, False, 0, True
+    yield "sm_75", "float16", 128, True, True, 0, True
+    for architecture in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
+        yield architecture, "bfloat16", 64, False, True, 0, True
+        yield architecture, "float16", 128, True, False, 0, True
+        yield architecture, "bfloat16", 256, True, False, 0, True
+
+
+def backward_compile_cases():
+    for *case, deterministic, offset, in_sweep in tensor_core_backward_cases():
+        name = case_id(*case, offset) + "-repeats" * deterministic
+        marks = pytest.mark.sweep if in_sweep else ()
+        yield pytest.param(*case, deterministic, offset, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "head_dim", "causal", "deterministic", "offset"),
+    list(backward_compile_cases()),
+)
+def test_tensor_core_backward_kernels_fit_the_architecture(
+    architecture, dtype, head_dim, causal, deterministic, offset, tmp_path
+):
+    limits = limits_of(architecture)
+    x, lse = one_row(dtype, head_dim, offset // 2), np.zeros((1, 1, 1), np.float32)
+    tensors = BackwardTensors(
+        *(x, x, x, x, lse, x, x, x, x, np.float32(1), causal, deterministic, dtype),
+        lambda s: np.zeros(s, np.float32),
+    )
+    rung = RUNGS["fa2_tensor_core"]
+    config = rung.choose_backward_tiles(head_dim, limits)
+    for launch in rung.plan_backward(tensors, config):
+        assert launch.shared_bytes <= limits.shared_bytes_per_block
+        spilled = check_kernel(launch, architecture, tmp_path)
+        assert spilled <= TENSOR_CORE_BACKWARD_SPILLED.get((architecture, head_dim), 0)
 
 
 def check_kernel(launch, architecture, folder):

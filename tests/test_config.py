@@ -4,11 +4,12 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2_numba.config import DeviceLimits, TileConfig, choose_tiles
+from fa2_numba.config import DeviceLimits, TileConfig, choose_backward_tiles, choose_tiles
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.errors import ArgumentError
 from fa2_numba.tensor_core_config import (
@@ -114,6 +115,33 @@ def candidates(head_dim, num_warps):
     step = 8 * num_warps if num_warps % 2 else 4 * num_warps
     sizes = [step << k for k in range(7) if k == 0 or step << k <= 64]
     return [TileConfig(head_dim, m, n, num_warps) for m in sizes for n in sizes]
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 33, 64, 96, 128, 192, 256])
+@limits
+def test_backward_tiles(limit, head_dim):
+    """The largest that fit twice, else once; two warps where not even the smallest of four do."""
+    config = choose_backward_tiles(head_dim, limit)
+    assert config.query_parallel_shared_bytes < config.backward_shared_bytes <= limit
+    fours = [c.backward_shared_bytes for c in candidates(config.head_dim, 4)]
+    assert config.num_warps == (4 if min(fours) <= limit else 2)
+    possible = candidates(config.head_dim, config.num_warps)
+    twice = [c for c in possible if 2 * (c.backward_shared_bytes + KIB) <= limit + KIB]
+    fitting = twice or [c for c in possible if c.backward_shared_bytes <= limit]
+    assert config.block_m * config.block_n == max(c.block_m * c.block_n for c in fitting)
+
+
+def test_too_little_shared_memory_for_a_backward_pass():
+    with pytest.raises(ValueError, match="head_dim=256, num_warps=2: the smallest tiles need"):
+        choose_backward_tiles(256, 32 * KIB)
+
+
+def test_a_warp_reads_dS_without_a_bank_conflict():
+    """Eight keys of four neighbouring queries."""
+    key, query = np.divmod(np.arange(32), 4)
+    for block_m in (16, 32, 64):
+        stride = TileConfig(64, block_m, 64, 4).ds_stride
+        assert len(set((key * stride + query) % 32)) == 32
 
 
 def check_choice(head_dim, limit, num_warps):

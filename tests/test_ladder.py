@@ -15,6 +15,13 @@ from fa2_numba.device.sliced_k import swizzle
 from fa2_numba.paper import PAPER_STEPS
 
 KERNELS = Path(fa2_numba.__file__).parent / "kernels"
+PARTS_OF = {
+    "standard": {"backward_parts"},
+    "fa2_split_q": {"backward_parts"},
+    "fa2_tensor_core": {"fa2_tensor_core_backward_parts", "fa2_tensor_core_backward_dq"},
+}
+"""Rung with a backward pass -> the files of kernels beside its own."""
+
 ALGORITHM_OF = {"fa1": "FA1 Alg. 1", "fa2": "FA2 Alg. 1"}
 CITATION = re.compile(r"(FA\d Alg\. \d) lines? (\d+(?:(?:, | and )\d+)*)")
 
@@ -31,7 +38,8 @@ def cited_steps(source):
 
 def test_a_rung_is_a_file_of_its_name():
     files = {path.stem for path in KERNELS.glob("*.py")} - {"__init__"}
-    assert files == set(RUNGS)
+    backward = {f"{name}_backward" for name, rung in RUNGS.items() if rung.plan_backward}
+    assert files == set(RUNGS) | backward.union(*PARTS_OF.values())
     assert all(rung.name == name for name, rung in RUNGS.items())
 
 
@@ -45,6 +53,15 @@ def test_cited_lines_are_in_the_table_and_all_of_the_table_is_cited(rung):
     assert expected <= cited
 
 
+@pytest.mark.parametrize("rung", PARTS_OF)
+def test_a_backward_pass_cites_its_algorithm_too(rung):
+    files = {f"{rung}_backward"} | PARTS_OF[rung]
+    cited = set().union(*(cited_steps((KERNELS / f"{name}.py").read_text()) for name in files))
+    steps = {("FA2 Alg. 2", line) for line in PAPER_STEPS["FA2 Alg. 2"]}
+    assert cited <= steps
+    assert cited == steps or not rung.startswith("fa2")
+
+
 def test_citations_are_read_from_comments():
     source = "x = 1  # FA2 Alg. 1 line 9: why\n# FA2 Alg. 1 lines 13, 15\n'FA1 Alg. 1 line 5'\n"
     assert cited_steps(source) == {("FA2 Alg. 1", n) for n in (9, 13, 15)}
@@ -55,14 +72,16 @@ def test_the_maps_in_the_docstrings_are_those_of_the_tiles():
     config = TileConfig(64, 64, 64)
     rows = config.block_m // config.num_warps
     keys = config.block_n // config.num_warps
-    split_q, sliced_k = (
-        (KERNELS / f"{rung}.py").read_text() for rung in ("fa2_split_q", "fa1_sliced_k")
+    split_q, sliced_k, backward = (
+        (KERNELS / f"{name}.py").read_text()
+        for name in ("fa2_split_q", "fa1_sliced_k", "fa2_split_q_backward")
     )
     for warp in range(config.num_warps):
         first, last = warp * rows, (warp + 1) * rows - 1
         assert f"warp {warp}   |  rows {first:3} .. {last} of S, O" in split_q
         first, last = warp * keys, (warp + 1) * keys - 1
         assert f"|{first:2} -{last:3} |" in sliced_k
+        assert f"warp {warp}   |  rows {first:3} .. {last} of S^T, dS^T, dK, dV" in backward
 
 
 def test_partial_outputs_meet_no_bank_conflict():

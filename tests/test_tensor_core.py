@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fa2_numba import ArgumentError, Simulator, flash_attn_func, interface
+from fa2_numba import ArgumentError, Simulator, flash_attn_func, machines
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.ladder import RUNGS, choose_rung
 from fa2_numba.launch import ForwardTensors, SimulatorMachine
@@ -484,7 +484,7 @@ def test_a_run_that_takes_too_long_is_refused_by_what_tensor_cores_cost(rung, at
     q = np.ones((1, 1, 50_000, 1), np.float16)
     k = np.ones((1, 1, 1, 1), np.float16)
     config = tiles(rung, 1)
-    seconds_each = interface.SIMULATED_SECONDS_PER_MULTIPLY_ADD[TensorCoreConfig][True]
+    seconds_each = machines.SIMULATED_SECONDS_PER_MULTIPLY_ADD[TensorCoreConfig][True]
     seconds = 2 * 50_000 * config.block_m * config.block_n * 32 * seconds_each
     with pytest.raises(RunTooLongError, match=f"would take about {seconds:.0f} s"):
         attend(q, k, k, rung)

@@ -27,6 +27,28 @@ def make_mask_scores(rows: int, cols: int, lanes: tuple[int, int], causal: bool)
 
 
 @cache
+def make_mask_keys(rows: int, cols: int, lanes: tuple[int, int], causal: bool):
+    """`mask_keys(S_reg, row, col, seqlen_q, seqlen_k)`: the same on S^T, whose rows are keys.
+
+    `row`, `col`: the thread's first key and query; the next ones are lanes[0], lanes[1] further.
+    """
+    LANE_ROWS, LANE_COLS = lanes
+
+    @device_function
+    def mask_keys(S_reg, row, col, seqlen_q, seqlen_k):
+        for j in range(cols):
+            keys = seqlen_k
+            if causal:
+                keys = min(seqlen_k, col + LANE_COLS * j + 1 + seqlen_k - seqlen_q)
+            visible = int32(keys - row)
+            for i in range(rows):
+                if int32(LANE_ROWS * i) >= visible:
+                    S_reg[i, j] = NEG_INF
+
+    return mask_keys
+
+
+@cache
 def make_mask_accumulators(rows: int, cols: int, causal: bool):
     """The same where the thread's scores are accumulators of `mma` (`layouts.ac_element`)."""
     element = device_function(ac_element)
@@ -51,6 +73,28 @@ def _make_mask(rows: int, cols: int, place: Callable, causal: bool):
             visible = int32(keys - col)
             for j in range(cols):
                 if int32(place(i, j)[1]) >= visible:
+                    S_reg[i, j] = NEG_INF
+
+    return mask_scores
+
+
+@cache
+def make_mask_transposed(rows: int, cols: int, causal: bool):
+    """`mask_scores(S_reg, key, query, seqlen_q, seqlen_k)` on accumulators of S^T.
+
+    `key`, `query`: of the lane's element (0, 0); keys are rows there, queries columns.
+    """
+    element = device_function(ac_element)
+
+    @device_function
+    def mask_scores(S_reg, key, query, seqlen_q, seqlen_k):
+        for i in range(rows):
+            one_key = int32(key + element(0, i, 0)[0])
+            # The first query that sees the key: none sees one past the end.
+            first = int32(one_key + seqlen_q - seqlen_k) if causal else int32(0)
+            hidden = int32((first if one_key < seqlen_k else seqlen_q + cols * 4) - query)
+            for j in range(cols):
+                if int32(element(0, 0, j)[1]) < hidden:
                     S_reg[i, j] = NEG_INF
 
     return mask_scores

@@ -7,7 +7,7 @@ A lane's elements of S and O are those of the accumulators of `mma` (`layouts.ac
 from functools import cache
 
 from numba import cuda
-from numba.cuda import float32, uint32
+from numba.cuda import float32, int32, uint32
 
 from fa2_numba.device import device_function
 from fa2_numba.device.ptx import (
@@ -18,7 +18,8 @@ from fa2_numba.device.ptx import (
     mma_m16n8k16_float16,
 )
 from fa2_numba.device.swizzle import make_fragment_addresses
-from fa2_numba.tensor_core_config import TensorCoreConfig
+from fa2_numba.tensor_core_backward_config import BackwardConfig
+from fa2_numba.tensor_core_config import SwizzledRows, TensorCoreConfig
 
 
 @device_function
@@ -27,7 +28,7 @@ def _mma_of_depth_8(C, c_row, c_col, A, a_row, a_col, B, b_row, b_col):
     mma_m16n8k8_float16(C, c_row, c_col, A, a_row, a_col + 1, B, b_row + 1, b_col)
 
 
-def choose_mma(config: TensorCoreConfig, dtype: str):
+def choose_mma(config: TensorCoreConfig | BackwardConfig, dtype: str):
     """C += A B for 16 x 16 elements of A, in one instruction or, on sm_75, in two."""
     if config.turing:
         return _mma_of_depth_8
@@ -35,7 +36,7 @@ def choose_mma(config: TensorCoreConfig, dtype: str):
 
 
 @cache
-def make_load_queries(config: TensorCoreConfig, rows: int):
+def make_load_queries(config: SwizzledRows, rows: int, offset: int = 0):
     """`load_queries(Q_reg, Q_warp, line, j)`: a lane's part of 16 columns of its rows of Q."""
     LINE_FRAGMENTS = config.line_fragments
     a_address, _ = make_fragment_addresses(config)
@@ -44,7 +45,7 @@ def make_load_queries(config: TensorCoreConfig, rows: int):
     def load_queries(Q_reg, Q_warp, line, j):
         col = 2 * (line * LINE_FRAGMENTS + j)
         for m in range(rows // 2):
-            ldmatrix_x4(Q_reg, 2 * m, col, a_address(Q_warp, m, line, j))
+            ldmatrix_x4(Q_reg, 2 * m, col, int32(a_address(Q_warp, m, line, j) + offset))
 
     return load_queries
 
@@ -68,22 +69,28 @@ def make_keep_queries(config: TensorCoreConfig, rows: int):
 
 @cache
 def make_compute_scores(
-    config: TensorCoreConfig, dtype: str, elements: tuple[int, int], scale_first: bool
+    config: TensorCoreConfig | BackwardConfig,
+    dtype: str,
+    elements: tuple[int, int],
+    scale_first: bool,
+    offsets: tuple[int, int] = (0, 0),
 ):
     """`compute_scores(S_reg, Q_reg, Q_warp, K_smem, score_scale)`: S = Q K^T.
 
     elements: rows and columns of S that a lane owns. Q_reg: rows x padded_dim / 8 registers, which
     hold Q already or into which each part is loaded when it is needed. Q_warp, K_smem: shared
     addresses of the warp's first query and key. score_scale: S is multiplied with it if
-    scale_first.
+    scale_first. offsets: bytes by which the two tiles lie behind Q_warp and K_smem; a product of
+    other tiles then needs no addresses of its own.
     """
     ROWS, COLS = elements
+    K_OFFSET = offsets[1]
     M_TILES, N_PAIRS = ROWS // 2, COLS // 4
     KEEPS_QUERIES, SCALE_FIRST = config.keeps_queries, scale_first
     NUM_LINES, LINE_FRAGMENTS = config.num_lines, config.line_fragments
     mma = choose_mma(config, dtype)
     _, b_address = make_fragment_addresses(config)
-    load_queries = make_load_queries(config, ROWS)
+    load_queries = make_load_queries(config, ROWS, offsets[0])
 
     @device_function
     def compute_scores(S_reg, Q_reg, Q_warp, K_smem, score_scale):
@@ -97,7 +104,7 @@ def make_compute_scores(
                 if not KEEPS_QUERIES:
                     load_queries(Q_reg, Q_warp, line, j)
                 for n in range(N_PAIRS):
-                    ldmatrix_x4(K_reg, 0, 0, b_address(K_smem, n, line, j))
+                    ldmatrix_x4(K_reg, 0, 0, int32(b_address(K_smem, n, line, j) + K_OFFSET))
                     # One loop over rows and halves: compilers unroll it, as registers demand, but
                     # for some targets leave a loop of two rounds inside another as it is.
                     for step in range(2 * M_TILES):

@@ -23,7 +23,12 @@ from fa2_numba.device.ptx import (
 )
 from fa2_numba.device.softmax_base2 import PACK
 from fa2_numba.device.swizzle import make_chunk_offset
-from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
+from fa2_numba.tensor_core_config import (
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    SwizzledRows,
+    TensorCoreConfig,
+)
 
 CP_ASYNC = {16: cp_async_16, 8: cp_async_8, 4: cp_async_4}
 CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
@@ -66,13 +71,29 @@ def row_address(X_gmem, batch, head, row):
 
 
 @cache
-def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
+def make_load_tile(config: SwizzledRows, rows: int, copy_bytes: int):
     """`load_tile(tile, X_gmem, batch, head, first_row)`: start to fill a tile with rows of a head.
 
-    tile: its shared address. X_gmem: the bits of 16-bit elements. Rows and columns past the end
-    become zeros: what memory holds there never matters. A thread copies the same chunk of every
-    PASS_ROWS-th row, where the swizzle is the same. copy_bytes: what addresses and strides are
-    multiples of; below 4 bytes, elements go through registers one by one.
+    See `make_load_rows`.
+    """
+    load_rows = make_load_rows(config, rows, copy_bytes)
+
+    @device_function
+    def load_tile(tile, X_gmem, batch, head, first_row):
+        load_rows(tile, X_gmem, batch, head, row_address(X_gmem, batch, head, 0), first_row)
+
+    return load_tile
+
+
+@cache
+def make_load_rows(config: SwizzledRows, rows: int, copy_bytes: int):
+    """`load_rows(tile, X_gmem, batch, head, head_address, first_row)`: start to fill a tile.
+
+    tile: its shared address. X_gmem: the bits of 16-bit elements; head_address: where row 0 of the
+    head lies. Rows and columns past the end become zeros: what memory holds there never matters. A
+    thread copies the same chunk of every PASS_ROWS-th row, where the swizzle is the same.
+    copy_bytes: what addresses and strides are multiples of; below 4 bytes, elements go through
+    registers one by one.
     """
     if copy_bytes not in CP_ASYNC:
         return _make_load_elements(config, rows)
@@ -85,12 +106,12 @@ def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
     copy_chunk = make_copy_chunk(copy_bytes, config.turing)
 
     @device_function
-    def load_tile(tile, X_gmem, batch, head, first_row):
+    def load_rows(tile, X_gmem, batch, head, head_address, first_row):
         thread = uint32(cuda.threadIdx.x)
         row, chunk = thread // LINE_CHUNKS, thread % LINE_CHUNKS
         destination = int32(tile + chunk_offset(row, chunk))
         stride = int64(int32(X_gmem.strides[1]))
-        source = row_address(X_gmem, batch, head, first_row + row) + chunk * CHUNK_BYTES
+        source = head_address + int64(int32(first_row + row)) * stride + chunk * CHUNK_BYTES
         rows_left = int32(X_gmem.shape[1] - first_row - row)
         for i in range(0, rows, PASS_ROWS):
             for line in range(NUM_LINES):
@@ -104,18 +125,18 @@ def make_load_tile(config: TensorCoreConfig, rows: int, copy_bytes: int):
                     copy_chunk(place, source + begin, count)
             source += PASS_ROWS * stride
 
-    return load_tile
+    return load_rows
 
 
 @cache
-def _make_load_elements(config: TensorCoreConfig, rows: int):
+def _make_load_elements(config: SwizzledRows, rows: int):
     HEAD_DIM, LINE_CHUNKS = config.head_dim, config.line_chunks
     PASS_ROWS = config.num_threads // LINE_CHUNKS
     LINE_BYTES, NUM_LINES = config.line_bytes, config.num_lines
     chunk_offset = make_chunk_offset(config)
 
     @device_function
-    def load_tile(tile, X_gmem, batch, head, first_row):
+    def load_rows(tile, X_gmem, batch, head, head_address, first_row):
         thread = uint32(cuda.threadIdx.x)
         row, chunk = thread // LINE_CHUNKS, thread % LINE_CHUNKS
         chunk_reg = cuda.local.array((1, 4), uint32)
@@ -131,7 +152,7 @@ def _make_load_elements(config: TensorCoreConfig, rows: int):
                 place = tile + chunk_offset(i, chunk) + line * LINE_BYTES
                 st_shared_v4_b32(int32(place), chunk_reg, 0, 0)
 
-    return load_tile
+    return load_rows
 
 
 def make_await_copies(config: TensorCoreConfig):
@@ -154,47 +175,64 @@ def _await_copies():
 def make_store_output(config: TensorCoreConfig, dtype: str, copy_bytes: int):
     """`store_output(O_gmem, batch, head, first_row, O_reg, tile)`: a warp's rows of O to HBM.
 
-    O_reg goes through the warp's own rows of `tile`, so that each lane can store 16 bytes of a row
-    of O_gmem (bits) at once. first_row: of the tile.
+    By way of the warp's own rows of `tile`. first_row: of the tile.
+    """
+    WARP_ROWS = config.block_m // config.num_warps
+    store_rows = make_store_rows(config, dtype, copy_bytes, WARP_ROWS, config.num_lines)
+
+    @device_function
+    def store_output(O_gmem, batch, head, first_row, O_reg, tile):
+        warp_row = uint32(cuda.threadIdx.x) // WARP_SIZE * WARP_ROWS
+        store_rows(O_gmem, batch, head, first_row, O_reg, tile, warp_row, 0)
+
+    return store_output
+
+
+@cache
+def make_store_rows(config: SwizzledRows, dtype: str, copy_bytes: int, warp_rows: int, lines: int):
+    """`store_rows(X_gmem, batch, head, first_row, X_reg, tile, warp_row, first_line)`.
+
+    A warp's warp_rows rows of X, accumulators of so many lines, go through its own part of `tile`,
+    from row warp_row and line first_line on, so that each lane can store 16 bytes of a row of
+    X_gmem (bits) at once. first_row: of the tile.
     """
     HEAD_DIM, LINE_CHUNKS = config.head_dim, config.line_chunks
-    ROWS, _, OUT_COLS = config.split_q_elements
-    WARP_ROWS = config.block_m // config.num_warps
+    ROWS = warp_rows // GROUP_ROWS
     PASS_ROWS = WARP_SIZE // LINE_CHUNKS
-    ROW_BYTES, LINE_BYTES, NUM_LINES = config.row_bytes, config.line_bytes, config.num_lines
+    ROW_BYTES, LINE_BYTES = config.row_bytes, config.line_bytes
     element = device_function(ac_element)
     chunk_offset = make_chunk_offset(config)
     store_chunk = make_store_chunk(HEAD_DIM, copy_bytes)
     pack = PACK[dtype]
 
     @device_function
-    def store_output(O_gmem, batch, head, first_row, O_reg, tile):
-        thread = uint32(cuda.threadIdx.x)
-        lane, warp_row = thread % WARP_SIZE, thread // WARP_SIZE * WARP_ROWS
+    def store_rows(X_gmem, batch, head, first_row, X_reg, tile, warp_row, first_line):
+        lane = uint32(cuda.threadIdx.x) % WARP_SIZE
         row, col = element(lane, 0, 0)
         first = chunk_offset(warp_row + row, 0) + col * ELEMENT_BYTES
-        # A lane writes where others of its warp may have read Q just now.
+        own = int32(tile + first_line * LINE_BYTES)
+        # A lane writes where others of its warp may have read just now.
         cuda.syncwarp()
-        for line in range(NUM_LINES):
+        for line in range(lines):
             for j in range(LINE_CHUNKS):
-                place = tile + (first ^ (j * CHUNK_BYTES)) + line * LINE_BYTES
+                place = own + (first ^ (j * CHUNK_BYTES)) + line * LINE_BYTES
                 c = 2 * (line * LINE_CHUNKS + j)
                 for i in range(ROWS):
-                    pair = pack(O_reg[i, c], O_reg[i, c + 1])
+                    pair = pack(X_reg[i, c], X_reg[i, c + 1])
                     st_shared_b32(int32(place + i * GROUP_ROWS * ROW_BYTES), pair)
         # Each lane reads what other lanes of its warp have written.
         cuda.syncwarp()
         chunk_reg = cuda.local.array((1, 4), uint32)
         row, chunk = warp_row + lane // LINE_CHUNKS, lane % LINE_CHUNKS
-        for i in range(0, WARP_ROWS, PASS_ROWS):
-            if int32(first_row + row + i) < int32(O_gmem.shape[1]):
-                place = tile + chunk_offset(row + i, chunk)
-                for line in range(NUM_LINES):
+        for i in range(0, warp_rows, PASS_ROWS):
+            if int32(first_row + row + i) < int32(X_gmem.shape[1]):
+                place = own + chunk_offset(row + i, chunk)
+                for line in range(lines):
                     ld_shared_v4_b32(chunk_reg, 0, 0, int32(place + line * LINE_BYTES))
-                    where = chunk + line * LINE_CHUNKS
-                    store_chunk(O_gmem, batch, head, int32(first_row + row + i), where, chunk_reg)
+                    where = chunk + (first_line + line) * LINE_CHUNKS
+                    store_chunk(X_gmem, batch, head, int32(first_row + row + i), where, chunk_reg)
 
-    return store_output
+    return store_rows
 
 
 @cache
@@ -217,6 +255,31 @@ def make_store_chunk(head_dim: int, copy_bytes: int):
                     X_gmem[batch, row, head, first + e] = uint16(pair >> (16 * (e % 2)))
 
     return store_chunk
+
+
+@cache
+def make_load_chunk(head_dim: int, copy_bytes: int):
+    """`load_chunk(chunk_reg, X_gmem, batch, head, row, chunk)`: 8 elements of a row from HBM.
+
+    In row 0 of chunk_reg, two in each register; columns past the end are zeros. At once, if all of
+    them exist and copy_bytes, to which their address is aligned, are 16.
+    """
+
+    @device_function
+    def load_chunk(chunk_reg, X_gmem, batch, head, row, chunk):
+        first = chunk * CHUNK_ELEMENTS
+        if copy_bytes == CHUNK_BYTES and first + CHUNK_ELEMENTS <= head_dim:
+            address = row_address(X_gmem, batch, head, row) + chunk * CHUNK_BYTES
+            ld_global_v4_b32(chunk_reg, 0, 0, address)
+        else:
+            for e in range(4):
+                chunk_reg[0, e] = uint32(0)
+                for half in range(2):
+                    if first + 2 * e + half < head_dim:
+                        bits = uint32(X_gmem[batch, row, head, first + 2 * e + half])
+                        chunk_reg[0, e] |= bits << (16 * half)
+
+    return load_chunk
 
 
 @cache
@@ -246,3 +309,26 @@ def make_locate_tile(config: TensorCoreConfig, causal: bool):
         return int32(batch), int32(head), int32(kv_head), int32(m_block * BLOCK_M)
 
     return locate_tile
+
+
+@cache
+def make_locate_key_tile(block_n: int, causal: bool):
+    """`locate_key_tile(K_gmem)`: batch, KV head and first key of this block's key tile.
+
+    The order is that of `make_locate_tile`; here the first keys are those that most queries see.
+    """
+
+    @device_function
+    def locate_key_tile(K_gmem):
+        block, kv_heads = uint32(cuda.blockIdx.x), uint32(K_gmem.shape[2])
+        all_heads = uint32(K_gmem.shape[0]) * kv_heads
+        n_blocks = uint32((K_gmem.shape[1] + block_n - 1) // block_n)
+        fastest = all_heads if causal else n_blocks
+        slow = block // uint32(fastest)
+        fast = block - slow * uint32(fastest)
+        n_block, one_head = (slow, fast) if causal else (fast, slow)
+        batch = uint32(one_head) // kv_heads
+        kv_head = one_head - batch * kv_heads
+        return int32(batch), int32(kv_head), int32(n_block * block_n)
+
+    return locate_key_tile
