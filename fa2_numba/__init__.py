@@ -4,6 +4,7 @@ from importlib import import_module
 
 _PUBLIC = {
     "flash_attn_func": "fa2_numba.interface",
+    "flash_attn_backward": "fa2_numba.gradients",
     "RUNGS": "fa2_numba.ladder",
     "Simulator": "fa2_numba.simulator",
     "simulate": "fa2_numba.simulator",

@@ -7,3 +7,11 @@ class ArgumentError(ValueError):
 
 class ArgumentTypeError(TypeError):
     """An argument of a wrong type or dtype; the message names it, its type and the rule."""
+
+
+class TorchArgumentError(ArgumentError, RuntimeError):
+    """The same from a torch function; torch's own operators raise RuntimeError."""
+
+
+class TorchArgumentTypeError(ArgumentTypeError, RuntimeError):
+    """A wrong type or dtype given to a torch function."""

@@ -15,12 +15,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fa2_numba import RUNGS, ArgumentError, flash_attn_func, interface, launch, staging
+from fa2_numba import (
+    RUNGS,
+    ArgumentError,
+    checks,
+    flash_attn_backward,
+    flash_attn_func,
+    gradients,
+    interface,
+    launch,
+    machines,
+    staging,
+)
 from fa2_numba.arrays import ALIGNMENT, DTYPES, describe
 from fa2_numba.config import DeviceLimits
 from fa2_numba.errors import ArgumentTypeError
 from fa2_numba.kernels import fa2_split_q
-from fa2_numba.launch import ForwardTensors, GpuMachine, as_bits
+from fa2_numba.launch import BackwardTensors, ForwardTensors, GpuMachine, as_bits
 from fa2_numba.staging import STAND_IN_SPACING, GpuPlan
 
 from .test_arrays import FakeCupyArray, address_of, fake_numba
@@ -82,8 +93,9 @@ class Gpu:
 def forget():
     launch._loaded.cache_clear()
     interface._gpu_plan.cache_clear()
-    interface._gpu_machine.cache_clear()
-    interface._problems.clear()
+    gradients._gpu_plan.cache_clear()
+    machines._gpu_machine.cache_clear()
+    checks._problems.clear()
 
 
 @pytest.fixture
@@ -120,20 +132,19 @@ def qkv(gpu, **how):
     return [on_gpu(gpu, **how) for _ in range(3)]
 
 
-def planned_anew(gpu, rung, arrays, scale=20**-0.5, causal=False):
-    """What the driver is told when the rung plans for the arrays themselves, workspaces too."""
+def planned_anew(gpu, tensors, plan, choose_tiles, arrays, *options):
+    """What the driver is told when a rung plans for the arrays themselves, workspaces too."""
     views = [describe("x", array).gpu_view() for array in arrays]
     workspaces = iter(x for x in gpu.allocated if all(x is not array for array in arrays))
-    tensors = ForwardTensors(
+    tensors = tensors(
         *views,
-        np.float32(scale),
-        causal,
+        np.float32(20**-0.5),
+        *options,
         describe("q", arrays[0]).dtype,
         lambda shape: describe("workspace", next(workspaces)).gpu_view(),
     )
-    chosen = RUNGS[rung]
     before = len(gpu.launches)
-    GpuMachine(0, gpu.stream).run(chosen.plan_forward(tensors, chosen.choose_tiles(20, LIMITS)))
+    GpuMachine(0, gpu.stream).run(plan(tensors, choose_tiles(20, LIMITS)))
     anew = gpu.launches[before:]
     del gpu.launches[before:]
     return anew
@@ -157,9 +168,32 @@ def test_a_remembered_call_launches_what_a_new_plan_would(gpu, rung, dtype, how)
         del gpu.allocated[:], gpu.launches[:]
         inputs = qkv(gpu, dtype=DTYPES[dtype], **how)
         out, lse = flash_attn_func(*inputs, rung=rung, return_lse=True)
-        assert gpu.launches == planned_anew(gpu, rung, (*inputs, out, lse))
+        arrays = *inputs, out, lse
+        plan = RUNGS[rung].plan_forward, RUNGS[rung].choose_tiles
+        assert gpu.launches == planned_anew(gpu, ForwardTensors, *plan, arrays, False)
         loaded.add(len(gpu.loaded))
     assert len(loaded) == 1, "what is remembered is not loaded again"
+
+
+@pytest.mark.parametrize("how", STRIDED.values(), ids=STRIDED)
+@pytest.mark.parametrize(
+    ("rung", "dtype"), [(name, dtype) for name, dtype in RUNG_DTYPES if RUNGS[name].plan_backward]
+)
+def test_a_remembered_backward_pass_launches_what_a_new_plan_would(gpu, rung, dtype, how):
+    loaded = []
+    for deterministic in (False, True, False, True):
+        del gpu.allocated[:], gpu.launches[:]
+        dout, q, k, v, out = (on_gpu(gpu, dtype=DTYPES[dtype], **how) for _ in range(5))
+        lse = on_gpu(gpu, (2, 3, 70), np.float32)
+        options = {"deterministic": deterministic, "causal": True, "rung": rung}
+        answer = flash_attn_backward(dout, q, k, v, out, lse, **options)
+        arrays = q, k, v, out, lse, dout, *answer
+        plan = RUNGS[rung].plan_backward, RUNGS[rung].choose_backward_tiles
+        expected = planned_anew(gpu, BackwardTensors, *plan, arrays, True, deterministic)
+        assert gpu.launches == expected
+        loaded.append(len(gpu.loaded))
+    assert loaded[1] == loaded[2] == loaded[3], "what is remembered is not loaded again"
+    assert gradients._gpu_plan.cache_info().currsize == 2
 
 
 def call(gpu, rung="fa2_split_q", arrays=None, **options):
@@ -251,18 +285,18 @@ def test_a_rung_that_is_replaced_is_not_remembered(gpu, monkeypatch):
 
 def test_what_is_remembered_is_not_found_out_again(gpu, monkeypatch):
     """Strides and address modulo 16 are those of the first call."""
-    plans, checks = [], []
+    plans, checked = [], []
 
     def plan_forward(tensors, config):
         plans.append(tensors)
         return fa2_split_q.plan_forward(tensors, config)
 
-    check = interface._check_arrays
-    monkeypatch.setattr(interface, "_check_arrays", lambda *x: checks.append(x) or check(*x))
+    check = checks._check_arrays
+    monkeypatch.setattr(checks, "_check_arrays", lambda *x: checked.append(x) or check(*x))
     monkeypatch.setitem(RUNGS, "standard", replace(RUNGS["standard"], plan_forward=plan_forward))
     for offset in (0, 16, 4096, 0):
         call(gpu, "standard", arrays={"offset": offset})
-    assert (len(plans), len(checks)) == (1, 1)
+    assert (len(plans), len(checked)) == (1, 1)
 
 
 def test_the_stream_is_the_current_one_each_time(gpu):
@@ -323,7 +357,7 @@ def test_gradients_are_looked_at_each_time(gpu, monkeypatch):
     call(gpu)
     library = describe("q", on_gpu(gpu)).library
     monkeypatch.setattr(library, "tracks_gradient", lambda value: True)
-    with pytest.raises(NotImplementedError, match="q requires a gradient"):
+    with pytest.raises(ArgumentError, match="q requires a gradient"):
         call(gpu)
 
 
@@ -389,15 +423,15 @@ def test_no_array_is_kept(gpu):
 
 
 def test_so_many_calls_are_remembered(gpu, monkeypatch):
-    monkeypatch.setattr(interface, "REMEMBERED", 3)
+    monkeypatch.setattr(checks, "REMEMBERED", 3)
     for length in (1, 2, 3, 4, 5, 1):
         call(gpu, arrays={"shape": (1, length, 1, 4)})
-        assert 1 <= len(interface._problems) <= 3
+        assert 1 <= len(checks._problems) <= 3
     assert interface._gpu_plan.cache_info().maxsize == 1024
 
 
 def test_a_grid_that_cuda_cannot_have_is_refused_each_time(gpu, monkeypatch):
-    monkeypatch.setattr(interface, "MAX_GRID_YZ", 1)
+    monkeypatch.setattr(machines, "MAX_GRID_YZ", 1)
     for _ in range(2):
         with pytest.raises(ArgumentError, match="would need a grid of"):
             call(gpu, arrays={"shape": (1, 600, 1, 20)})

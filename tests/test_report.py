@@ -535,7 +535,7 @@ def test_report_must_be_a_bool_and_needs_the_simulator(monkeypatch):
     qkv = random_qkv(1, 4, 4, 1, 1, 16, np.float32)
     with pytest.raises(ArgumentTypeError, match="report=1"):
         flash_attn_func(*qkv, report=1)
-    monkeypatch.setattr("fa2_numba.interface.gpu_available", lambda: True)
+    monkeypatch.setattr("fa2_numba.machines.gpu_available", lambda: True)
     with pytest.raises(ArgumentError, match="report=True"):
         flash_attn_func(*qkv, report=True)
 
