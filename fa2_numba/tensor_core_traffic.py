@@ -9,6 +9,7 @@ from fa2_numba.constants import SECTOR_BYTES, WARP_SIZE
 from fa2_numba.device.layouts import GROUP_ROWS, LANES_PER_ROW
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
+from fa2_numba.tensor_core_backward_config import BackwardConfig
 from fa2_numba.tensor_core_config import (
     CHUNK_BYTES,
     ELEMENT_BYTES,
@@ -26,6 +27,8 @@ from fa2_numba.traffic_parts import (
     stored,
 )
 
+Tiles = TensorCoreConfig | BackwardConfig
+
 WARP_BYTES = CHUNK_BYTES * WARP_SIZE
 """What a warp loads or stores at once where each lane has 16 bytes."""
 
@@ -39,13 +42,13 @@ STEPS = 2
 def _fa2_tensor_core(p: Problem, c: TensorCoreConfig) -> Counts:
     total = _forced_rescales(p, c) * rescaled(c)
     for tile in query_tiles(p, c):
-        total += _copied(tile.rows, c.block_m, c) + Counts(barriers=1)
+        total += copied(tile.rows, c.block_m, c) + Counts(barriers=1)
         if c.keeps_queries:
-            total += _fragments(c.block_m, c)
+            total += fragments(c.block_m, c)
         # A tile that sees nothing has loaded the first keys all the same.
         keys = tile.keys if tile.visits else min(c.block_n, p.seqlen_k)
-        total += _copied(keys, max(tile.visits, 1) * c.block_n, c)
-        total += _copied(tile.keys, tile.visits * c.block_n, c)
+        total += copied(keys, max(tile.visits, 1) * c.block_n, c)
+        total += copied(tile.keys, tile.visits * c.block_n, c)
         total += tile.visits * _split_q_visit(c) + _split_q_epilogue(tile, c)
     return total
 
@@ -62,9 +65,9 @@ def _split_q_visit(c: TensorCoreConfig) -> Counts:
         multiplications=2 * lane_rows,
     )
     if not c.keeps_queries:
-        visit += _fragments(c.block_m, c)
-    visit += _products(c) + _exponentiate(c)
-    return visit + 2 * c.num_warps * _fragments(c.block_n, c)
+        visit += fragments(c.block_m, c)
+    visit += products(c) + _exponentiate(c)
+    return visit + 2 * c.num_warps * fragments(c.block_n, c)
 
 
 def rescaled(c: TensorCoreConfig) -> Counts:
@@ -105,32 +108,23 @@ def _split_q_epilogue(tile: QueryTile, c: TensorCoreConfig) -> Counts:
     # Rows past the end see what the last row sees.
     seeing_rows = tile.seeing + (c.block_m - tile.rows if tile.visits else 0)
     groups = ceil(tile.rows / GROUP_ROWS)
-    requests, size, sectors = _whole_rows(tile.rows, c)
-    return (
-        stored((requests, size, sectors))
-        + stored((groups, tile.rows * FLOAT, groups))
-        + Counts(
-            warp_syncs=2 * c.num_warps,
-            shuffles=STEPS * c.num_warps * rows,
-            additions=STEPS * lane_rows + tile.seeing,
-            multiplications=out_cols * lane_rows + tile.rows + tile.seeing,
-            special_calls=LANES_PER_ROW * seeing_rows + tile.seeing,
-            shared_store_requests=c.num_warps * rows * out_cols // 2,
-            shared_store_bytes=c.block_m * c.row_bytes,
-            shared_load_requests=requests,
-            shared_load_bytes=tile.rows * c.row_bytes,
-        )
+    done = stored_rows(tile.rows, c.block_m, c) + stored((groups, tile.rows * FLOAT, groups))
+    return done + Counts(
+        shuffles=STEPS * c.num_warps * rows,
+        additions=STEPS * lane_rows + tile.seeing,
+        multiplications=out_cols * lane_rows + tile.rows + tile.seeing,
+        special_calls=LANES_PER_ROW * seeing_rows + tile.seeing,
     )
 
 
 def _fa1_tensor_core(p: Problem, c: TensorCoreConfig) -> Counts:
     total = Counts()
     for keys in key_tiles(p, c):
-        total += 2 * _copied(keys, c.block_n, c)
+        total += 2 * copied(keys, c.block_n, c)
     for tile in query_tiles(p, c):
         # The first key tile is visited by all, also by those that see nothing.
         visits = max(tile.visits, 1)
-        each = _copied(tile.rows, c.block_m, c) + _sliced_k_visit(c) + _update(tile, c)
+        each = copied(tile.rows, c.block_m, c) + _sliced_k_visit(c) + _update(tile, c)
         total += visits * each + (visits - 1) * _passed_on(tile, c) + _finished(tile, c)
     return total
 
@@ -155,8 +149,8 @@ def _sliced_k_visit(c: TensorCoreConfig) -> Counts:
         # neighbouring columns into half as many stores of 8 bytes, which do not conflict.
         shared_store_replays=partials,
     )
-    visit += _products(c) + _exponentiate(c)
-    return visit + warps * _fragments(c.block_m, c) + 2 * _fragments(c.block_n, c)
+    visit += products(c) + _exponentiate(c)
+    return visit + warps * fragments(c.block_m, c) + 2 * fragments(c.block_n, c)
 
 
 def _update(tile: QueryTile, c: TensorCoreConfig) -> Counts:
@@ -208,34 +202,52 @@ TENSOR_CORE_HEAD: dict[str, Callable[[Problem, TensorCoreConfig], Counts]] = {
 # Verbs of device/
 
 
-def _copied(rows: int, tile_rows: int, c: TensorCoreConfig) -> Counts:
+def copied(rows: int, tile_rows: int, c: Tiles) -> Counts:
     """`load_tile`: 16 bytes a lane; what lies past the end is filled with zeros."""
     stores = tile_rows * c.row_bytes // WARP_BYTES
-    return loaded(_whole_rows(rows, c)) + Counts(
+    return loaded(whole_rows(rows, c)) + Counts(
         shared_store_requests=stores,
         shared_store_bytes=stores * WARP_BYTES,
         async_copies=0 if c.turing else stores,
     )
 
 
-def _whole_rows(rows: int, c: TensorCoreConfig) -> Requests:
+def stored_rows(rows: int, tile_rows: int, c: Tiles) -> Counts:
+    """`store_rows` by all warps, each by way of its own part of a tile: so many rows to HBM."""
+    size = tile_rows * c.row_bytes
+    return stored(whole_rows(rows, c)) + Counts(
+        warp_syncs=2 * c.num_warps,
+        # One register a lane.
+        shared_store_requests=size // (FLOAT * WARP_SIZE),
+        shared_store_bytes=size,
+        shared_load_requests=ceil(rows * c.line_chunks / WARP_SIZE) * c.num_lines,
+        shared_load_bytes=rows * c.row_bytes,
+    )
+
+
+def whole_rows(rows: int, c: Tiles) -> Requests:
     """Rows of the head dim in HBM, a line of each at a time, 16 bytes a lane."""
-    requests = ceil(rows * c.line_chunks / WARP_SIZE) * c.num_lines
+    # A backward tile may end in lines of nothing but zeros.
+    requests = ceil(rows * c.line_chunks / WARP_SIZE) * ceil(c.head_dim / c.line_cols)
     size = c.head_dim * ELEMENT_BYTES
     return requests, rows * size, rows * ceil(size / SECTOR_BYTES)
 
 
-def _fragments(rows: int, c: TensorCoreConfig) -> Counts:
+def fragments(rows: int, c: Tiles) -> Counts:
     """`ldmatrix` x4 of all 16 x 16 elements of so many rows of a tile, once."""
-    loads = rows // FRAGMENT_ROWS * c.padded_dim // FRAGMENT_ROWS
+    return matrix_loads(rows // FRAGMENT_ROWS * c.padded_dim // FRAGMENT_ROWS)
+
+
+def matrix_loads(count: int) -> Counts:
+    """`ldmatrix` x4, so many times."""
     return Counts(
-        matrix_loads=loads, shared_load_requests=loads, shared_load_bytes=loads * WARP_BYTES
+        matrix_loads=count, shared_load_requests=count, shared_load_bytes=count * WARP_BYTES
     )
 
 
-def _products(c: TensorCoreConfig) -> Counts:
-    """S = Q K^T and O += P V of one tile, by all warps together."""
-    multiply_adds = 2 * c.block_m * c.block_n * c.padded_dim
+def products(c: Tiles, count: int = 2) -> Counts:
+    """S = Q K^T and O += P V of a pair of tiles, by all warps together; or so many like them."""
+    multiply_adds = count * c.block_m * c.block_n * c.padded_dim
     depth = FRAGMENT_ROWS // 2 if c.turing else FRAGMENT_ROWS
     return Counts(
         multiply_adds=multiply_adds,

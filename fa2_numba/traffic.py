@@ -10,6 +10,7 @@ sector does: seqlen_q and seqlen_k are multiples of 8, head_dim of 16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import ceil, log2
 
 from fa2_numba.config import (
@@ -23,6 +24,7 @@ from fa2_numba.constants import SECTOR_BYTES, WARP_SIZE
 from fa2_numba.errors import ArgumentError
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
+from fa2_numba.tensor_core_backward_config import BackwardConfig
 from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, TensorCoreConfig
 from fa2_numba.tensor_core_traffic import TENSOR_CORE_HEAD, rescaled
 from fa2_numba.traffic_parts import (
@@ -59,18 +61,20 @@ def predict(
         raise ArgumentError(f"config={config!r}: not of the kind that {rung} takes")
     if outgrown and rung != "fa2_tensor_core":
         raise ArgumentError(f"outgrown={outgrown}: must be 0, for {rung} rescales every tile")
-    (_check_16_bits if is_tensor_core else _check_head_dim)(problem, config)
+    (check_16_bits if is_tensor_core else check_head_dim)(problem, config)
     total = problem.batch * problem.heads * _HEAD[rung](problem, config)
     return total + outgrown * rescaled(config) if outgrown else total
 
 
-def _check_head_dim(p: Problem, c: TileConfig) -> None:
+def check_head_dim(p: Problem, c: TileConfig) -> None:
+    """Refuse a head dim for which the tiles of a CUDA-core rung are not made."""
     if not c.head_dim - HEAD_DIM_STEP < p.head_dim <= c.head_dim:
         rule = f"must be that of the tiles, {c.head_dim}, or up to {HEAD_DIM_STEP - 1} less"
         raise ArgumentError(f"head_dim={p.head_dim}: {rule}")
 
 
-def _check_16_bits(p: Problem, c: TensorCoreConfig) -> None:
+def check_16_bits(p: Problem, c: TensorCoreConfig | BackwardConfig) -> None:
+    """Refuse what a tensor-core rung cannot copy 16 bytes at a time, or its tiles are not for."""
     if p.head_dim != c.head_dim or p.head_dim * ELEMENT_BYTES % CHUNK_BYTES:
         rule = f"must be that of the tiles, {c.head_dim}, and rows of it whole {CHUNK_BYTES} bytes"
         raise ArgumentError(f"head_dim={p.head_dim}: {rule}")
@@ -79,19 +83,35 @@ def _check_16_bits(p: Problem, c: TensorCoreConfig) -> None:
 
 
 def _standard(p: Problem, c: TileConfig) -> Counts:
-    lanes = SPLIT_Q_LANES
-    rows, cols, out_cols = c.split_q_elements
-    total = _softmax_rows(p)
-    for tile, tiles in alike(query_tiles(p, c, skip=False)):
-        total += tiles * stored(_scattered(tile.rows, p.head_dim, p.itemsize))
-        for keys, times in alike(key_tiles(p, c)):
-            S_tile = _scattered(tile.rows, keys, FLOAT)
-            scores = _load(tile.rows, c.block_m, p, c) + _load(keys, c.block_n, p, c)
-            scores += Counts(barriers=1) + _scores(rows, cols, c) + stored(S_tile)
-            values = _load(keys, c.block_n, p, c) + Counts(barriers=2) + loaded(S_tile)
-            values += _products(rows, cols, out_cols, lanes, c)
-            total += tiles * times * (scores + values)
+    return standard_scores(p, c) + _softmax_rows(p) + standard_values(p, c)
+
+
+def standard_scores(p: Problem, c: TileConfig) -> Counts:
+    """The kernel that makes S: a block for every pair of tiles."""
+    rows, cols, _ = c.split_q_elements
+    total = Counts()
+    for (tile, keys), times in _tile_pairs(p, c):
+        one = load_tile(tile.rows, c.block_m, p, c) + load_tile(keys, c.block_n, p, c)
+        one += Counts(barriers=1) + scores(rows, cols, c)
+        total += times * (one + stored(scattered(tile.rows, keys, FLOAT)))
     return total
+
+
+def standard_values(p: Problem, c: TileConfig) -> Counts:
+    """The kernel that multiplies a matrix like S with one like V: a block for every query tile."""
+    total = Counts()
+    for tile, tiles in alike(query_tiles(p, c, skip=False)):
+        total += tiles * stored(scattered(tile.rows, p.head_dim, p.itemsize))
+    for (tile, keys), times in _tile_pairs(p, c):
+        one = load_tile(keys, c.block_n, p, c) + Counts(barriers=2)
+        one += loaded(scattered(tile.rows, keys, FLOAT))
+        total += times * (one + products(*c.split_q_elements, SPLIT_Q_LANES, c))
+    return total
+
+
+def _tile_pairs(p: Problem, c: TileConfig) -> list[tuple[tuple[QueryTile, int], int]]:
+    """Each query tile with the keys of each key tile, whatever the mask, and how often."""
+    return alike(product(query_tiles(p, c, skip=False), key_tiles(p, c)))
 
 
 def _softmax_rows(p: Problem) -> Counts:
@@ -113,12 +133,12 @@ def _softmax_rows(p: Problem) -> Counts:
 def _fa1_sliced_k(p: Problem, c: TileConfig) -> Counts:
     total = Counts()
     for keys, times in alike(key_tiles(p, c)):
-        total += times * 2 * _load(keys, c.block_n, p, c)
+        total += times * 2 * load_tile(keys, c.block_n, p, c)
     last = ceil(p.seqlen_k / c.block_n) - 1
     passes = alike((number == 0, number == last) for number in range(last + 1))
     for tile, tiles in alike(query_tiles(p, c, skip=False)):
         for (is_first, is_last), times in passes:
-            one = _load(tile.rows, c.block_m, p, c) + Counts(barriers=3)
+            one = load_tile(tile.rows, c.block_m, p, c) + Counts(barriers=3)
             one += _sliced_k_scores(c) + _to_warps_rows(c) + _partials(c)
             one += _fa1_statistics(tile, c, is_first, is_last)
             one += _fa1_output(tile, p, c, is_first, is_last)
@@ -174,7 +194,8 @@ def _fa2_seq_parallel(p: Problem, c: TileConfig) -> Counts:
 def _sliced_k_tile(tile: QueryTile, p: Problem, c: TileConfig) -> Counts:
     visit = Counts(barriers=2) + _sliced_k_scores(c) + _rescaled_statistics(c)
     visit += _partials(c) + _rescaled_output(c)
-    total = _load(tile.rows, c.block_m, p, c) + 2 * _load(tile.keys, tile.visits * c.block_n, p, c)
+    total = load_tile(tile.rows, c.block_m, p, c)
+    total += 2 * load_tile(tile.keys, tile.visits * c.block_n, p, c)
     return total + tile.visits * visit + _sliced_k_epilogue(tile, p, c)
 
 
@@ -231,15 +252,15 @@ def _fa2_split_q(p: Problem, c: TileConfig) -> Counts:
         additions=2 * in_lanes,
         multiplications=in_lanes * (1 + out_cols),
     )
-    visit += _scores(rows, cols, c) + _row_max(rows, cols, lane_cols, c)
+    visit += scores(rows, cols, c) + _row_max(rows, cols, lane_cols, c)
     visit += _exponentiate(rows, cols, lane_cols, c)
-    visit += _products(rows, cols, out_cols, SPLIT_Q_LANES, c)
+    visit += products(rows, cols, out_cols, SPLIT_Q_LANES, c)
     total = Counts()
     for tile in query_tiles(p, c):
         groups = ceil(tile.rows / SPLIT_Q_LANES[0])
-        total += _load(tile.rows, c.block_m, p, c)
-        total += 2 * _load(tile.keys, tile.visits * c.block_n, p, c) + tile.visits * visit
-        total += stored(_scattered(tile.rows, p.head_dim, p.itemsize))
+        total += load_tile(tile.rows, c.block_m, p, c)
+        total += 2 * load_tile(tile.keys, tile.visits * c.block_n, p, c) + tile.visits * visit
+        total += stored(scattered(tile.rows, p.head_dim, p.itemsize))
         total += stored((groups, tile.rows * FLOAT, groups))
         total += Counts(
             divisions=lane_cols * tile.seeing,
@@ -264,7 +285,7 @@ _HEAD: dict[str, Callable[[Problem, TileConfig | TensorCoreConfig], Counts]] = {
 # Verbs of device/
 
 
-def _load(rows: int, tile_rows: int, p: Problem, c: TileConfig) -> Counts:
+def load_tile(rows: int, tile_rows: int, p: Problem, c: TileConfig) -> Counts:
     """`load_tile`: a warp reads a row at a time, 32 columns a request, and stores a padded row."""
     row = (ceil(p.head_dim / WARP_SIZE), p.head_dim * p.itemsize)
     sectors = ceil(p.head_dim * p.itemsize / SECTOR_BYTES)
@@ -274,7 +295,7 @@ def _load(rows: int, tile_rows: int, p: Problem, c: TileConfig) -> Counts:
     )
 
 
-def _scores(rows: int, cols: int, c: TileConfig) -> Counts:
+def scores(rows: int, cols: int, c: TileConfig) -> Counts:
     """`compute_scores`: each lane reads its rows of Q and K, element by element."""
     reads = c.head_dim * (rows + cols)
     return Counts(
@@ -302,7 +323,7 @@ def _exponentiate(rows: int, cols: int, lane_cols: int, c: TileConfig) -> Counts
     )
 
 
-def _products(rows: int, keys: int, cols: int, lanes: tuple[int, int], c: TileConfig) -> Counts:
+def products(rows: int, keys: int, cols: int, lanes: tuple[int, int], c: TileConfig) -> Counts:
     """`accumulate_values`: each weight comes by a shuffle, each element of V from its tile."""
     steps = lanes[1] * keys
     return Counts(
@@ -319,7 +340,7 @@ def _sliced_k_scores(c: TileConfig) -> Counts:
     rows, cols, _ = c.sliced_k_elements
     reads = c.num_warps * rows
     return (
-        _scores(rows, cols, c)
+        scores(rows, cols, c)
         + _row_max(rows, cols, lane_cols, c)
         + _to_warps_rows(c)
         + Counts(
@@ -342,7 +363,7 @@ def _to_warps_rows(c: TileConfig) -> Counts:
 def _partials(c: TileConfig) -> Counts:
     """`store_partial` of all exchanges, with the two barriers of each."""
     rows, keys, cols = c.sliced_k_elements
-    one = _products(rows, keys, cols, SLICED_K_LANES, c) + Counts(
+    one = products(rows, keys, cols, SLICED_K_LANES, c) + Counts(
         barriers=2,
         shared_store_requests=c.num_warps * rows * cols,
         shared_store_bytes=c.num_threads * rows * cols * FLOAT,
@@ -366,7 +387,7 @@ def _owned_in_hbm(rows: int, p: Problem, itemsize: int) -> Requests:
     return requests, elements * itemsize, sectors
 
 
-def _scattered(rows: int, cols: int, itemsize: int) -> Requests:
+def scattered(rows: int, cols: int, itemsize: int) -> Requests:
     """A tile whose elements lie in split-Q lanes: 4 rows x 8 columns a request."""
     lane_rows, lane_cols = SPLIT_Q_LANES
     pieces = ceil(cols / lane_cols)

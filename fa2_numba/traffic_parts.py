@@ -10,12 +10,13 @@ from math import ceil
 from fa2_numba.config import TileConfig
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
+from fa2_numba.tensor_core_backward_config import BackwardConfig
 from fa2_numba.tensor_core_config import TensorCoreConfig
 
 FLOAT = 4
 """Bytes of a float32."""
 
-Tiles = TileConfig | TensorCoreConfig
+Tiles = TileConfig | TensorCoreConfig | BackwardConfig
 
 Requests = tuple[int, int, int]
 """How many, bytes, sectors."""
@@ -32,6 +33,15 @@ class QueryTile:
     seeing: int
     visits: int
     keys: int
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """Keys of one key tile, and what its block visits of Q for each query head: tiles, rows."""
+
+    keys: int
+    visits: int
+    rows: int
 
 
 def query_tiles(p: Problem, c: Tiles, skip: bool = True) -> Iterator[QueryTile]:
@@ -61,6 +71,19 @@ def key_tiles(p: Problem, c: Tiles) -> Iterator[int]:
     """Keys of each key tile."""
     for first_col in range(0, p.seqlen_k, c.block_n):
         yield min(c.block_n, p.seqlen_k - first_col)
+
+
+def visited_key_tiles(p: Problem, c: Tiles, all_visit_first: bool) -> Iterator[KeyTile]:
+    """The key tiles; query tiles that a causal mask hides from one whole are not visited.
+
+    all_visit_first: but from the first key tile all are.
+    """
+    for first_col in range(0, p.seqlen_k, c.block_n):
+        first_row = 0
+        if p.causal and (first_col > 0 or not all_visit_first):
+            first_row = max(0, first_col + p.seqlen_q - p.seqlen_k) // c.block_m * c.block_m
+        rows = p.seqlen_q - first_row
+        yield KeyTile(min(c.block_n, p.seqlen_k - first_col), ceil(rows / c.block_m), rows)
 
 
 def loaded(requests: Requests) -> Counts:
