@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,15 +50,16 @@ class Ratio:
 
 def ratios(records: list[dict], dtype: str, other: str) -> list[Ratio]:
     """The other's time over that of `OURS`, for every problem that both computed."""
-    times = {_problem(r): r["ms"] for r in records if (r["name"], r["dtype"]) == (other, dtype)}
+    times = {problem_of(r): r["ms"] for r in records if (r["name"], r["dtype"]) == (other, dtype)}
     return [
-        Ratio(*_problem(r), times[_problem(r)] / r["ms"])
+        Ratio(*problem_of(r), times[problem_of(r)] / r["ms"])
         for r in records
-        if (r["name"], r["dtype"]) == (OURS, dtype) and _problem(r) in times
+        if (r["name"], r["dtype"]) == (OURS, dtype) and problem_of(r) in times
     ]
 
 
-def _problem(record: dict) -> tuple[int, int, bool]:
+def problem_of(record: dict) -> tuple[int, int, bool]:
+    """head_dim, seqlen, causal."""
     return record["head_dim"], record["seqlen"], record["causal"]
 
 
@@ -91,11 +93,11 @@ def _summary(result: dict, dtype: str) -> Summary:
     head_dims = sorted({r["head_dim"] for r in ours})
     long_fa1 = [ratio for ratio in fa1 if ratio.seqlen >= LONG_SEQLEN]
     return Summary(
-        over_flash=_mean(_of_most_models(flash)),
-        lowest_over_flash={d: _lowest(flash, d) for d in sorted({r.head_dim for r in flash})},
-        over_fa1=_mean(long_fa1),
-        lowest_over_fa1=min(long_fa1, key=_value),
-        over_cudnn=_mean(_of_most_models(cudnn)) if _of_most_models(cudnn) else None,
+        over_flash=mean(of_most_models(flash)),
+        lowest_over_flash={d: lowest(flash, d) for d in sorted({r.head_dim for r in flash})},
+        over_fa1=mean(long_fa1),
+        lowest_over_fa1=min(long_fa1, key=value_of),
+        over_cudnn=mean(of_most_models(cudnn)) if of_most_models(cudnn) else None,
         of_matmul={
             d: max(r["tflops"] for r in ours if r["head_dim"] == d) / result["matmul_tflops"][dtype]
             for d in head_dims
@@ -103,21 +105,25 @@ def _summary(result: dict, dtype: str) -> Summary:
     )
 
 
-def _of_most_models(found: list[Ratio]) -> list[Ratio]:
+def of_most_models(found: list[Ratio]) -> list[Ratio]:
+    """Those with a head dim of `MEAN_HEAD_DIMS`."""
     return [ratio for ratio in found if ratio.head_dim in MEAN_HEAD_DIMS]
 
 
-def _lowest(found: list[Ratio], head_dim: int) -> Ratio:
+def lowest(found: list[Ratio], head_dim: int) -> Ratio:
+    """The lowest one of a head dim, from `LEAST_SEQLEN` tokens on."""
     candidates = [r for r in found if r.head_dim == head_dim and r.seqlen >= LEAST_SEQLEN]
-    return min(candidates, key=_value)
+    return min(candidates, key=value_of)
 
 
-def _value(ratio: Ratio) -> float:
+def value_of(ratio: Ratio) -> float:
+    """The number alone."""
     return ratio.value
 
 
-def _mean(found: list[Ratio]) -> float:
-    return statistics.geometric_mean(map(_value, found))
+def mean(found: list[Ratio]) -> float:
+    """The geometric mean."""
+    return statistics.geometric_mean(map(value_of, found))
 
 
 def describe(result: dict) -> str:
@@ -150,7 +156,7 @@ def markdown_table(result: dict) -> str:
 
 def _rows(result: dict) -> list[str]:
     """A row for each head dim, mask and length of the table."""
-    found = {(r["name"], *_problem(r)): r for r in result["records"] if r["dtype"] == TABLE_DTYPE}
+    found = {(r["name"], *problem_of(r)): r for r in result["records"] if r["dtype"] == TABLE_DTYPE}
     peak = result["matmul_tflops"][TABLE_DTYPE]
     rows = []
     for head_dim in sorted({key[1] for key in found}):
@@ -190,8 +196,13 @@ def _means(result: dict) -> list[str]:
     return text
 
 
-def write_table(record: Path, page: Path) -> None:
+def write_table(
+    record: Path,
+    page: Path,
+    table_of: Callable[[dict], str] = markdown_table,
+    markers: tuple[str, str] = (BEGIN, END),
+) -> None:
     """Put the table of a result file between the markers of a page."""
-    table = markdown_table(json.loads(record.read_text(encoding="utf-8")))
+    table = table_of(json.loads(record.read_text(encoding="utf-8")))
     text = page.read_text(encoding="utf-8")
-    write_whole(page, replace_between_markers(text, table, BEGIN, END))
+    write_whole(page, replace_between_markers(text, table, *markers))

@@ -28,6 +28,8 @@ from fa2_numba.testing import Comparison
 
 SLEEP_CYCLES = (2_000_000, 20_000_000)
 """How long the GPU waits for the host's launches, about a millisecond; then once more, longer."""
+BACKWARD_OVER_FORWARD = 2.5
+"""Matrix products of the backward pass (five, one of them S again) over those of the forward."""
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw")
 
 
@@ -152,6 +154,20 @@ def forward_record(
         "max_error": verdict.error,
         "allowed_error": verdict.allowed,
     }
+
+
+def backward_record(
+    name: str,
+    problem: tuple[int, int, int, int],
+    dtype: str,
+    causal: bool,
+    ms: list[float],
+    verdict: Comparison,
+) -> dict:
+    """What the result files say of one contestant's backward pass, in the same words."""
+    flops = BACKWARD_OVER_FORWARD * forward_flops(*problem, causal)
+    record = forward_record(name, problem, dtype, causal, ms, verdict)
+    return record | {"direction": "backward", **summary(ms, flops)}
 
 
 def summary(ms: list[float], flops: float) -> dict[str, float]:

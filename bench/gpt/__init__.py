@@ -1,0 +1,1 @@
+"""What `bench.train_gpt` trains, and what it says of that."""
