@@ -217,7 +217,10 @@ def run_all(setup: Setup, device: str, memory_seqlens: Sequence[int]) -> dict:
         about = timing.environment()
         peaks = peaks_of(about["gpu"])
     else:
-        about, peaks = {"gpu": None, "date": date.today().isoformat()}, {"matmul": None}
+        about, peaks = (
+            {"gpu": None, "date": date.today().isoformat()},
+            {"matmul": None, "spec": None},
+        )
     plan = [(name, SEEDS[0]) for name in ATTENTIONS] + [(FLASH, seed) for seed in SEEDS[1:]]
     runs = []
     for name, seed in plan:

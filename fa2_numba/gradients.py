@@ -86,7 +86,7 @@ def flash_attn_backward(
     refuse_recording(inputs)
     scale = check_scale(softmax_scale, q)
     place = choose_machine(machine, q, report)
-    chosen = choose_backward_rung(rung, q.dtype, place.limits.compute_capability)
+    chosen = choose_backward_rung(rung, q.dtype, q.shape[3], place.limits)
 
     outputs = _outputs((dq, dk, dv), inputs, problem)
     reports = []

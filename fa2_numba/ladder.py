@@ -144,10 +144,15 @@ def choose_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> R
     return _choose_among(RUNGS, rung, dtype, compute_capability)
 
 
-def choose_backward_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> Rung:
-    """The same for the backward pass, which not every rung has."""
+def choose_backward_rung(rung: str, dtype: str, head_dim: int, limits: DeviceLimits) -> Rung:
+    """The same for the backward pass, which not every rung has, nor for every head dim."""
     refuse_without_backward(rung)
-    return _choose_among(_backward_rungs(), rung, dtype, compute_capability)
+    rungs = _backward_rungs()
+    if rung == "auto":
+        rungs = {
+            name: one for name, one in rungs.items() if _has_backward_tiles(one, head_dim, limits)
+        }
+    return _choose_among(rungs, rung, dtype, limits.compute_capability)
 
 
 def refuse_without_backward(rung: str) -> None:
@@ -159,6 +164,15 @@ def refuse_without_backward(rung: str) -> None:
 
 def _backward_rungs() -> dict[str, Rung]:
     return {name: rung for name, rung in RUNGS.items() if rung.plan_backward is not None}
+
+
+@cache
+def _has_backward_tiles(rung: Rung, head_dim: int, limits: DeviceLimits) -> bool:
+    try:
+        rung.choose_backward_tiles(head_dim, limits)
+    except ValueError:
+        return False
+    return True
 
 
 def _choose_among(

@@ -154,6 +154,17 @@ class BackwardConfig(SwizzledRows):
         block_n = 64 if self.stages == 2 else 32
         return TensorCoreConfig(self.head_dim, 64, block_n, 4, self.turing)
 
+    @property
+    def query_parallel_shared_bytes(self) -> int:
+        """Shared memory of that kernel: the tiles of Q, dO, K and V."""
+        tiles = self.query_parallel
+        return 2 * (tiles.block_m + tiles.block_n) * tiles.row_bytes
+
+    @property
+    def most_shared_bytes(self) -> int:
+        """Shared memory of the kernel that needs most."""
+        return max(self.shared_bytes, self.query_parallel_shared_bytes)
+
     def __str__(self) -> str:
         turing = "_sm75" if self.turing else ""
         warps = f"w{self.key_warps}x{self.query_warps}"
@@ -169,10 +180,10 @@ def choose_backward_tiles(head_dim: int, limits: DeviceLimits) -> BackwardConfig
     padded = next(size for size in TILES if size >= head_dim)
     candidates = [BackwardConfig(head_dim, *sizes, turing) for sizes in TILES[padded]]
     for config in candidates:
-        if config.shared_bytes <= limits.shared_bytes_per_block:
+        if config.most_shared_bytes <= limits.shared_bytes_per_block:
             return config
     smallest = candidates[-1]
     raise ArgumentError(
-        f"head_dim={head_dim}: the smallest tiles need {smallest.shared_bytes} bytes of shared "
-        f"memory, the device has {limits.shared_bytes_per_block}; use another rung"
+        f"head_dim={head_dim}: the smallest tiles need {smallest.most_shared_bytes} bytes of "
+        f"shared memory, the device has {limits.shared_bytes_per_block}; use another rung"
     )

@@ -119,8 +119,11 @@ class _Gradients(torch.autograd.Function):
         *tensors, options = arguments
         options = {name: value for name, value in options.items() if name != "dropout_p"}
         # What autograd has computed may be negated lazily; kernels see memory as it is.
+        dout = dout.resolve_neg()
+        # Of a sum it is one number for all, which kernels would copy element by element.
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         with _torch_errors():
-            return gradients.flash_attn_backward(dout.resolve_neg(), *tensors, **options)
+            return gradients.flash_attn_backward(dout, *tensors, **options)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: object) -> None:

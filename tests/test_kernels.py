@@ -53,7 +53,7 @@ def shape_cases():
         for step, (name, rung) in enumerate(RUNGS.items()):
             for place, dtype in enumerate(rung.dtypes):
                 chosen = (number + step) % len(rung.dtypes) == place
-                if name in ("fa2_seq_parallel", "fa1_tensor_core"):
+                if name in ("fa2_fewer_flops", "fa2_seq_parallel", "fa1_tensor_core"):
                     chosen = chosen and not is_costly(case)
                 marks = () if chosen else pytest.mark.sweep
                 yield pytest.param(case, name, dtype, id=f"{case.id}-{name}-{dtype}", marks=marks)

@@ -10,8 +10,10 @@ import pytest
 
 import fa2_numba
 from fa2_numba import RUNGS
-from fa2_numba.config import TileConfig
+from fa2_numba.config import DeviceLimits, TileConfig
+from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.device.sliced_k import swizzle
+from fa2_numba.ladder import choose_backward_rung
 from fa2_numba.paper import PAPER_STEPS
 
 KERNELS = Path(fa2_numba.__file__).parent / "kernels"
@@ -34,6 +36,14 @@ def cited_steps(source):
             for algorithm, lines in CITATION.findall(token.string):
                 steps |= {(algorithm, int(line)) for line in re.findall(r"\d+", lines)}
     return steps
+
+
+def test_auto_takes_a_backward_pass_that_fits_the_device():
+    turing = DeviceLimits((7, 5), SHARED_BYTES_PER_BLOCK[7, 5])
+    chosen = {d: choose_backward_rung("auto", "float16", d, turing).name for d in (128, 129, 256)}
+    assert chosen == {128: "fa2_tensor_core", 129: "fa2_split_q", 256: "fa2_split_q"}
+    assert choose_backward_rung("auto", "float32", 64, turing).name == "fa2_split_q"
+    assert choose_backward_rung("fa2_tensor_core", "float16", 256, turing).name == "fa2_tensor_core"
 
 
 def test_a_rung_is_a_file_of_its_name():

@@ -17,7 +17,7 @@ import pytest
 from fa2_numba import ArgumentError, Simulator, flash_attn_func, machines
 from fa2_numba.constants import SHARED_BYTES_PER_BLOCK
 from fa2_numba.ladder import RUNGS, choose_rung
-from fa2_numba.launch import ForwardTensors, SimulatorMachine
+from fa2_numba.launch import SimulatorMachine
 from fa2_numba.simulator import (
     AsyncCopyError,
     OutOfBoundsError,
@@ -27,7 +27,7 @@ from fa2_numba.simulator import (
 )
 from fa2_numba.tensor_core_config import TensorCoreConfig
 from fa2_numba.tensor_core_plan import copy_bytes, split_scale
-from fa2_numba.testing import assert_attention, poisoned, poisoned_rows, random_qkv
+from fa2_numba.testing import assert_attention, poisoned_rows, random_qkv
 
 from .conftest import (
     DTYPES,
@@ -107,13 +107,6 @@ LAYOUTS = {
 }
 
 
-def tensors_of(arrays, softmax_scale=1.0):
-    q, _, _, out = arrays
-    lse = poisoned((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    scale = np.float32(softmax_scale)
-    return ForwardTensors(*arrays, lse, scale, True, "float16", lambda s: poisoned(s, np.float32))
-
-
 @rungs
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_copied_in_the_widest_pieces_and_gives_the_same_bits(layout, rung):
@@ -124,7 +117,7 @@ def test_every_layout_is_copied_in_the_widest_pieces_and_gives_the_same_bits(lay
     config = tiles(rung, head_dim)
     views = [lay_out(x) for x in qkv]
     out = np.full_like(qkv[0], np.nan)
-    assert copy_bytes(tensors_of([*views, out]), config) == width
+    assert copy_bytes([*views, out], config) == width
     got, got_lse, _ = run_rung(RUNGS[rung].plan_forward, views, config, SIMULATOR, causal=True)
     assert_attention(got, got_lse, *qkv, causal=True)
     if layout not in ("whole", "d40"):
@@ -146,13 +139,13 @@ def test_an_output_of_any_alignment_is_stored(width, rung, attend):
 def test_rows_too_far_apart_for_32_bits_are_copied_one_by_one():
     x = np.lib.stride_tricks.as_strided(np.zeros(16, np.float16), (1, 1, 1, 16), (0, 2**31, 0, 2))
     config = TensorCoreConfig(16, 32, 16, 2)
-    assert copy_bytes(tensors_of([x] * 4), config) == 2
+    assert copy_bytes([x] * 4, config) == 2
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [(32, 16), (40, 16), (36, 2), (33, 2)])
 def test_turing_copies_whole_chunks_or_elements(head_dim, width):
     x = np.zeros((1, 1, 1, head_dim), np.float16)
-    assert copy_bytes(tensors_of([x] * 4), TensorCoreConfig(head_dim, 32, 16, 2, True)) == width
+    assert copy_bytes([x] * 4, TensorCoreConfig(head_dim, 32, 16, 2, True)) == width
 
 
 # The scale.
@@ -360,8 +353,8 @@ BOTH = {
     "columns-too-few": ("tensor_core_tiles", "max(left, 0))", "max(left - 8, 0))"),
     "second-half-of-Q-not-loaded": (
         "tensor_core_products",
-        "ldmatrix_x4(Q_reg, 2 * m, col, a_address(Q_warp, m, line, j))",
-        "ldmatrix_x4(Q_reg, 2 * m, col, a_address(Q_warp, m, line, 0))",
+        "int32(a_address(Q_warp, m, line, j) + offset)",
+        "int32(a_address(Q_warp, m, line, 0) + offset)",
     ),
 }
 FA1 = {
@@ -388,7 +381,7 @@ REJECTED = [
 
 @rungs
 def test_without_a_mutation_the_problem_is_solved(rung, monkeypatch):
-    module = mutated_rung(monkeypatch, rung, DEVICE + "mask", "= NEG_INF", "= NEG_INF")
+    module = mutated_rung(monkeypatch, rung, DEVICE + "mask", "row + place(", "row + place(")
     qkv = wide_scores()
     assert_attention(*run_mutated(module, rung, qkv), *qkv, causal=True)
 
@@ -451,8 +444,8 @@ def test_rows_of_O_are_not_written_before_the_warp_has_read_what_was_there(monke
 
 @rungs
 def test_half_a_warp_cannot_load_a_matrix(rung, monkeypatch):
-    old = "                    ldmatrix_x4(K_reg, 0, 0, b_address(K_smem, n, line, j))"
-    new = "                    if j == 0 or cuda.threadIdx.x % 32 < 16: " + old.strip()
+    old = "ldmatrix_x4(K_reg, 0, 0, int32(b_address(K_smem, n, line, j) + K_OFFSET))"
+    new = "if j == 0 or cuda.threadIdx.x % 32 < 16: " + old
     module = mutated_rung(monkeypatch, rung, DEVICE + "tensor_core_products", old, new)
     with pytest.raises(WarpError):
         run_mutated(module, rung, wide_scores())

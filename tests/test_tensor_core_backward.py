@@ -430,9 +430,8 @@ def test_the_kernel_of_dq_alone_fits_too(capability):
     limits = SimulatorMachine(Simulator(compute_capability=capability)).limits
     for head_dim in (32, 64, 128, 256):
         if (capability, head_dim) != (TURING, 256):
-            tiles = choose_backward_tiles(head_dim, limits).query_parallel
-            shared_bytes = 2 * (tiles.block_m + tiles.block_n) * tiles.row_bytes
-            assert shared_bytes <= limits.shared_bytes_per_block
+            config = choose_backward_tiles(head_dim, limits)
+            assert config.query_parallel_shared_bytes <= limits.shared_bytes_per_block
 
 
 # Mutations.

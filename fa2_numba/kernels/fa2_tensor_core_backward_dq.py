@@ -166,6 +166,6 @@ def plan_query_gradient(
         kernel=kernel,
         grid=(batch * heads * -(-seqlen_q // tiles.block_m),),
         threads=tiles.num_threads,
-        shared_bytes=2 * (tiles.block_m + tiles.block_n) * tiles.row_bytes,
+        shared_bytes=config.query_parallel_shared_bytes,
         arguments=(*read, statistics, dQ, score_scale, exponent_scale, tensors.softmax_scale),
     )
