@@ -10,7 +10,7 @@ from fa2_numba.problem import Problem
 from fa2_numba.simulator import Counts
 from fa2_numba.tensor_core_backward_config import QUERY_HALVES, BackwardConfig
 from fa2_numba.tensor_core_config import (
-    CHUNK_BYTES,
+    CHUNK_ELEMENTS,
     ELEMENT_BYTES,
     FRAGMENT_ROWS,
     TensorCoreConfig,
@@ -34,8 +34,6 @@ from fa2_numba.traffic_parts import (
     stored,
     visited_key_tiles,
 )
-
-CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 
 FRAGMENT = FRAGMENT_ROWS**2
 """Elements that a matrix load fetches."""

@@ -14,6 +14,8 @@ CHUNK_BYTES = 16
 
 ELEMENT_BYTES = 2
 
+CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
+
 VECTOR = 4
 """float32 numbers in 16 bytes."""
 

@@ -1,6 +1,10 @@
 """Which machines the tests run on: always the simulator, and the GPU where there is one."""
 
+import importlib
+import inspect
 import os
+import sys
+import types
 
 import ml_dtypes
 import numpy as np
@@ -156,6 +160,26 @@ def run_backward(
     )
     reports = SimulatorMachine(simulator).run(plan_backward(tensors, config))
     return *(x.view(dtype) for x in gradients), reports
+
+
+def mutated(monkeypatch, modules, where, old, new, nth=0, count=1):
+    """The last of `modules`, with the nth of `count` pieces `old` of the module `where` replaced.
+
+    Each of them is made anew, behind those it imports.
+    """
+    assert where in modules
+    for name in modules:
+        original = importlib.import_module(name)
+        source = inspect.getsource(original)
+        if name == where:
+            pieces = source.split(old)
+            assert len(pieces) == count + 1
+            source = old.join(pieces[: nth + 1]) + new + old.join(pieces[nth + 1 :])
+        copy = types.ModuleType(name)
+        copy.__file__ = original.__file__
+        exec(compile(source, original.__file__, "exec"), vars(copy))
+        monkeypatch.setitem(sys.modules, name, copy)
+    return copy
 
 
 def with_small_tiles(machine, monkeypatch):

@@ -4,11 +4,6 @@ A mutation replaces a piece of text in the kernel's module, or in one that its v
 are executed again, under their own file names.
 """
 
-import importlib
-import inspect
-import sys
-import types
-
 import numpy as np
 import pytest
 
@@ -24,6 +19,7 @@ from .conftest import (
     DTYPES,
     FAST_SIMULATOR,
     SIMULATOR,
+    mutated,
     run_backward,
 )
 
@@ -254,29 +250,15 @@ MODULES = (
 """What is mutated or imports one that is, each behind those it imports."""
 
 
-def mutated_rung(monkeypatch, rung, where, old, new, nth=0, count=1):
-    """The backward module, with the nth of `count` pieces `old` of the module `where` replaced."""
-    names = (*MODULES, f"{KERNELS}{rung}_backward")
-    assert where in names
-    for name in names:
-        original = importlib.import_module(name)
-        source = inspect.getsource(original)
-        if name == where:
-            pieces = source.split(old)
-            assert len(pieces) == count + 1
-            source = old.join(pieces[: nth + 1]) + new + old.join(pieces[nth + 1 :])
-        copy = types.ModuleType(name)
-        copy.__file__ = original.__file__
-        exec(compile(source, original.__file__, "exec"), vars(copy))
-        monkeypatch.setitem(sys.modules, name, copy)
-    return copy
+def mutated_rung(monkeypatch, rung, *mutation):
+    return mutated(monkeypatch, (*MODULES, f"{KERNELS}{rung}_backward"), *mutation)
 
 
 SPLIT_Q = KERNELS + "fa2_split_q_backward"
 STANDARD = KERNELS + "standard_backward"
 PARTS = KERNELS + "backward_parts"
 VERBS = DEVICE + "backward"
-MASK_OF_KEYS = "col + LANE_COLS * j + {} + seqlen_k - seqlen_q"
+MASK_OF_KEYS = "int32(one_key {}+ seqlen_q - seqlen_k)"
 BOTH = {
     "D-of-one-lane": (PARTS, "total = sum_over_lanes(total)", "pass"),
     "D-without-O": (PARTS, "head, d]) * o", "head, d])"),
@@ -286,7 +268,7 @@ REJECTED = {
     ("fa2_split_q", False): BOTH
     | {
         "lse-not-loaded": (VERBS, "lse_reg[i] = weight_exponent", "D_reg[i] = weight_exponent"),
-        "mask-off-by-one": (DEVICE + "mask", MASK_OF_KEYS.format(1), MASK_OF_KEYS.format(2)),
+        "mask-off-by-one": (DEVICE + "mask", MASK_OF_KEYS.format(""), MASK_OF_KEYS.format("- 1 ")),
         "last-query-tile-left-out": (
             SPLIT_Q,
             "begin, seqlen_q, BLOCK_M)",

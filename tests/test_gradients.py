@@ -34,6 +34,7 @@ from .test_interface import (
     WRONG_ARRAYS,
     WRONG_OPTIONS,
     Kind,
+    assert_refused,
     bits,
     kinds,
     memory_of,
@@ -429,16 +430,7 @@ def good_arguments():
 def test_wrong_arguments_are_refused(error, parts, changes, no_launch):
     good = good_arguments()
     arguments = {name: value for name, value in vars(good).items() if name != "buffer"}
-    for name, change in changes.items():
-        arguments[name] = change(good) if callable(change) else change
-    arrays = [good.buffer, *(x for x in arguments.values() if isinstance(x, np.ndarray))]
-    before = [memory_of(x) for x in arrays]
-    with pytest.raises(error) as refusal:
-        differentiate(**arguments)
-    assert refusal.type is error
-    for part in parts:
-        assert part in str(refusal.value)
-    assert [memory_of(x) for x in arrays] == before
+    assert_refused(differentiate, good, arguments, error, parts, changes)
 
 
 def test_the_good_call_of_the_refusals_is_good():

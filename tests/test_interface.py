@@ -717,12 +717,17 @@ def good_arguments():
 def check_refusal(error, parts, changes):
     good = good_arguments()
     arguments = {"q": good.q, "k": good.k, "v": good.v, "out": good.out}
+    assert_refused(attend, good, arguments, error, parts, changes)
+
+
+def assert_refused(call, good, arguments, error, parts, changes):
+    """`call` with some of the good arguments changed raises and leaves all arrays as they are."""
     for name, change in changes.items():
         arguments[name] = change(good) if callable(change) else change
     arrays = [good.buffer, *(x for x in arguments.values() if isinstance(x, np.ndarray))]
     before = [memory_of(x) for x in arrays]
     with pytest.raises(error) as refusal:
-        attend(**arguments)
+        call(**arguments)
     assert refusal.type is error
     for part in parts:
         assert part in str(refusal.value)

@@ -6,9 +6,7 @@ module is executed again with it, and so are those that import it, under their o
 
 import importlib
 import inspect
-import sys
 import time
-import types
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +32,7 @@ from .conftest import (
     FAST_SIMULATOR,
     SIMULATOR,
     TENSOR_CORE_RUNGS,
+    mutated,
     run_rung,
     small_tiles,
     with_small_tiles,
@@ -296,22 +295,9 @@ HEAD_DIM = 36
 """Copied in pieces of 8 bytes, the last one of a row in the middle of 16."""
 
 
-def mutated_rung(monkeypatch, rung, where, old, new, nth=0, count=1):
-    """The kernel's module, with the nth of `count` pieces `old` of the module `where` replaced."""
-    names = [f"fa2_numba.device.{verb}" for verb in VERBS] + [f"fa2_numba.kernels.{rung}"]
-    assert where in names
-    for name in names:
-        original = importlib.import_module(name)
-        source = inspect.getsource(original)
-        if name == where:
-            pieces = source.split(old)
-            assert len(pieces) == count + 1
-            source = old.join(pieces[: nth + 1]) + new + old.join(pieces[nth + 1 :])
-        copy = types.ModuleType(name)
-        copy.__file__ = original.__file__
-        exec(compile(source, original.__file__, "exec"), vars(copy))
-        monkeypatch.setitem(sys.modules, name, copy)
-    return copy
+def mutated_rung(monkeypatch, rung, *mutation, **which):
+    modules = *(f"fa2_numba.device.{verb}" for verb in VERBS), f"fa2_numba.kernels.{rung}"
+    return mutated(monkeypatch, modules, *mutation, **which)
 
 
 def run_mutated(module, rung, qkv, seed=None):

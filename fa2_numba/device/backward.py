@@ -1,4 +1,7 @@
-"""Verbs of the backward passes in float32: row statistics in, gradients out."""
+"""Verbs of the backward passes: row statistics in, gradients out.
+
+In float32 and split-Q lanes; to clear sums serves the tensor-core kernels too.
+"""
 
 from functools import cache
 

@@ -28,24 +28,17 @@ def make_mask_scores(rows: int, cols: int, lanes: tuple[int, int], causal: bool)
 
 @cache
 def make_mask_keys(rows: int, cols: int, lanes: tuple[int, int], causal: bool):
-    """`mask_keys(S_reg, row, col, seqlen_q, seqlen_k)`: the same on S^T, whose rows are keys.
+    """`mask_keys(S_reg, key, query, seqlen_q, seqlen_k)`: the same on S^T, whose rows are keys.
 
-    `row`, `col`: the thread's first key and query; the next ones are lanes[0], lanes[1] further.
+    `key`, `query`: the thread's first ones; the next are lanes[0], lanes[1] further.
     """
     LANE_ROWS, LANE_COLS = lanes
 
     @device_function
-    def mask_keys(S_reg, row, col, seqlen_q, seqlen_k):
-        for j in range(cols):
-            keys = seqlen_k
-            if causal:
-                keys = min(seqlen_k, col + LANE_COLS * j + 1 + seqlen_k - seqlen_q)
-            visible = int32(keys - row)
-            for i in range(rows):
-                if int32(LANE_ROWS * i) >= visible:
-                    S_reg[i, j] = NEG_INF
+    def place(i, j):
+        return LANE_ROWS * i, LANE_COLS * j
 
-    return mask_keys
+    return _make_mask_of_keys(rows, cols, place, causal)
 
 
 @cache
@@ -80,24 +73,35 @@ def _make_mask(rows: int, cols: int, place: Callable, causal: bool):
 
 @cache
 def make_mask_transposed(rows: int, cols: int, causal: bool):
-    """`mask_scores(S_reg, key, query, seqlen_q, seqlen_k)` on accumulators of S^T.
-
-    `key`, `query`: of the lane's element (0, 0); keys are rows there, queries columns.
-    """
+    """`mask_scores(S_reg, key, query, seqlen_q, seqlen_k)` on accumulators of S^T."""
     element = device_function(ac_element)
 
     @device_function
-    def mask_scores(S_reg, key, query, seqlen_q, seqlen_k):
+    def place(i, j):
+        return element(0, i, j)
+
+    return _make_mask_of_keys(rows, cols, place, causal)
+
+
+def _make_mask_of_keys(rows: int, cols: int, place: Callable, causal: bool):
+    """`place` as in `_make_mask`; rows are keys, columns queries.
+
+    Queries past the end may keep scores: their weights are 0, for their log-sum-exp is +inf.
+    """
+
+    @device_function
+    def mask_keys(S_reg, key, query, seqlen_q, seqlen_k):
         for i in range(rows):
-            one_key = int32(key + element(0, i, 0)[0])
+            one_key = int32(key + place(i, 0)[0])
             # The first query that sees the key: none sees one past the end.
             first = int32(one_key + seqlen_q - seqlen_k) if causal else int32(0)
-            hidden = int32((first if one_key < seqlen_k else seqlen_q + cols * 4) - query)
+            none = seqlen_q + place(0, cols)[1]
+            hidden = int32((first if one_key < seqlen_k else none) - query)
             for j in range(cols):
-                if int32(element(0, 0, j)[1]) < hidden:
+                if int32(place(0, j)[1]) < hidden:
                     S_reg[i, j] = NEG_INF
 
-    return mask_scores
+    return mask_keys
 
 
 @cache

@@ -12,6 +12,7 @@ from numba.cuda import float32, int32, int64, uint32
 
 from fa2_numba.constants import WARP_SIZE
 from fa2_numba.device import device_function
+from fa2_numba.device.backward import make_clear
 from fa2_numba.device.layouts import GROUP_ROWS, a_matrix_row, b_matrix_row
 from fa2_numba.device.ptx import (
     ex2,
@@ -27,9 +28,7 @@ from fa2_numba.device.swizzle import make_chunk_offset, make_fragment_addresses
 from fa2_numba.device.tensor_core_products import choose_mma
 from fa2_numba.device.tensor_core_tiles import make_copy_chunk
 from fa2_numba.tensor_core_backward_config import FLOAT_BYTES, BackwardConfig
-from fa2_numba.tensor_core_config import CHUNK_BYTES, ELEMENT_BYTES, FRAGMENT_ROWS
-
-CHUNK_COLS = CHUNK_BYTES // ELEMENT_BYTES
+from fa2_numba.tensor_core_config import CHUNK_BYTES, CHUNK_ELEMENTS, FRAGMENT_ROWS
 
 REGISTER_BYTES = FLOAT_BYTES * WARP_SIZE
 """One float32 register of all lanes of a warp."""
@@ -105,8 +104,8 @@ def make_differentiate(config: BackwardConfig, dtype: str):
     P_lane, lse: as in `weigh`; dS^T and D lie behind P^T and the log-sum-exp.
     """
     ROWS, COLS, _ = config.elements
-    D_OFFSET, dS_OFFSET = config.block_m * FLOAT_BYTES, config.score_bytes
-    store_weights = make_store_weights(config, dtype, dS_OFFSET)
+    D_OFFSET, DS_OFFSET = config.block_m * FLOAT_BYTES, config.score_bytes
+    store_weights = make_store_weights(config, dtype, DS_OFFSET)
 
     @device_function
     def differentiate(P_reg, dP_reg, P_lane, lse):
@@ -201,6 +200,7 @@ def make_multiply_keys(config: BackwardConfig, dtype: str):
     S_ROW_BYTES, K_ROW_BYTES = config.score_rows.row_bytes, config.row_bytes
     mma = choose_mma(config, dtype)
     locate_query_gradient = make_locate_query_gradient(config)
+    clear = make_clear(ROWS, COLS)
     s_offset, k_offset = make_chunk_offset(config.score_rows), make_chunk_offset(config)
     s_matrix_row, k_matrix_row = device_function(b_matrix_row), device_function(a_matrix_row)
 
@@ -212,13 +212,11 @@ def make_multiply_keys(config: BackwardConfig, dtype: str):
         lane = uint32(cuda.threadIdx.x) % WARP_SIZE
         # Where dS^T is read on its side, its chunks go on in the direction of the queries.
         row, chunk = s_matrix_row(lane)
-        dS_lane = dS_smem + s_offset(row, first_row // CHUNK_COLS ^ chunk)
+        dS_lane = dS_smem + s_offset(row, first_row // CHUNK_ELEMENTS ^ chunk)
         row, chunk = k_matrix_row(lane)
         line, col = first_col // LINE_COLS, first_col % LINE_COLS
-        K_lane = K_smem + k_offset(row, col // CHUNK_COLS ^ chunk) + line * LINE_BYTES
-        for i in range(ROWS):
-            for c in range(COLS):
-                dQ_reg[i, c] = float32(0.0)
+        K_lane = K_smem + k_offset(row, col // CHUNK_ELEMENTS ^ chunk) + line * LINE_BYTES
+        clear(dQ_reg)
         for k in range(STEPS):
             for m in range(M_TILES):
                 place = (dS_lane ^ (m * 2 * CHUNK_BYTES)) + k * FRAGMENT_ROWS * S_ROW_BYTES

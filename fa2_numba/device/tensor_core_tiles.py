@@ -25,13 +25,13 @@ from fa2_numba.device.softmax_base2 import PACK
 from fa2_numba.device.swizzle import make_chunk_offset
 from fa2_numba.tensor_core_config import (
     CHUNK_BYTES,
+    CHUNK_ELEMENTS,
     ELEMENT_BYTES,
     SwizzledRows,
     TensorCoreConfig,
 )
 
 CP_ASYNC = {16: cp_async_16, 8: cp_async_8, 4: cp_async_4}
-CHUNK_ELEMENTS = CHUNK_BYTES // ELEMENT_BYTES
 
 
 @cache
@@ -130,10 +130,11 @@ def make_load_rows(config: SwizzledRows, rows: int, copy_bytes: int):
 
 @cache
 def _make_load_elements(config: SwizzledRows, rows: int):
-    HEAD_DIM, LINE_CHUNKS = config.head_dim, config.line_chunks
+    LINE_CHUNKS = config.line_chunks
     PASS_ROWS = config.num_threads // LINE_CHUNKS
     LINE_BYTES, NUM_LINES = config.line_bytes, config.num_lines
     chunk_offset = make_chunk_offset(config)
+    load_chunk = make_load_chunk(config.head_dim, ELEMENT_BYTES)
 
     @device_function
     def load_rows(tile, X_gmem, batch, head, head_address, first_row):
@@ -144,11 +145,9 @@ def _make_load_elements(config: SwizzledRows, rows: int):
             for line in range(NUM_LINES):
                 for e in range(4):
                     chunk_reg[0, e] = uint32(0)
-                    for half in range(2):
-                        d = (line * LINE_CHUNKS + chunk) * CHUNK_ELEMENTS + 2 * e + half
-                        if first_row + i < X_gmem.shape[1] and d < HEAD_DIM:
-                            bits = uint32(X_gmem[batch, first_row + i, head, d])
-                            chunk_reg[0, e] |= bits << (16 * half)
+                if first_row + i < X_gmem.shape[1]:
+                    where = line * LINE_CHUNKS + chunk
+                    load_chunk(chunk_reg, X_gmem, batch, head, first_row + i, where)
                 place = tile + chunk_offset(i, chunk) + line * LINE_BYTES
                 st_shared_v4_b32(int32(place), chunk_reg, 0, 0)
 
@@ -283,28 +282,45 @@ def make_load_chunk(head_dim: int, copy_bytes: int):
 
 
 @cache
+def make_split_block(causal: bool):
+    """`split_block(tiles, batches, heads)`: this block's tile, batch and head.
+
+    Blocks start in the order of blockIdx.x. Without a mask the tiles of one head come together, so
+    that what they share is read from HBM once and then found in the L2 cache. With a causal mask
+    the first tiles of all heads come before all others.
+    """
+
+    @device_function
+    def split_block(tiles, batches, heads):
+        # Unsigned numbers of 32 bits, which a GPU divides several times faster than those of 64.
+        block, heads = uint32(cuda.blockIdx.x), uint32(heads)
+        fastest = uint32(batches) * heads if causal else uint32(tiles)
+        slow = block // uint32(fastest)
+        fast = block - slow * uint32(fastest)
+        tile, one_head = (slow, fast) if causal else (fast, slow)
+        batch = uint32(one_head) // heads
+        return uint32(tile), batch, uint32(one_head - batch * heads)
+
+    return split_block
+
+
+@cache
 def make_locate_tile(config: TensorCoreConfig, causal: bool):
     """`locate_tile(Q_gmem, K_gmem)`: batch, head, KV head, first row of this block's query tile.
 
-    Blocks start in the order of blockIdx.x. Without a mask the tiles of one head come together, so
-    that its K and V are read from HBM once and then found in the L2 cache. With a causal mask the
-    last tiles of all heads, which see the most keys, come before all others: none is left to run
-    alone at the end.
+    With a causal mask the last tiles, which see the most keys, are started first: none is left to
+    run alone at the end.
     """
     BLOCK_M = config.block_m
+    split_block = make_split_block(causal)
 
     @device_function
     def locate_tile(Q_gmem, K_gmem):
-        # Unsigned numbers of 32 bits, which a GPU divides several times faster than those of 64.
-        block, heads = uint32(cuda.blockIdx.x), uint32(Q_gmem.shape[2])
-        all_heads = uint32(Q_gmem.shape[0]) * heads
+        heads = uint32(Q_gmem.shape[2])
         m_blocks = uint32((Q_gmem.shape[1] + BLOCK_M - 1) // BLOCK_M)
-        fastest = all_heads if causal else m_blocks
-        slow = block // uint32(fastest)
-        fast = block - slow * uint32(fastest)
-        m_block, one_head = (m_blocks - 1 - slow, fast) if causal else (fast, slow)
-        batch = uint32(one_head) // heads
-        head = one_head - batch * heads
+        m_block, batch, head = split_block(m_blocks, Q_gmem.shape[0], heads)
+        if causal:
+            m_block = m_blocks - 1 - m_block
         kv_head = uint32(head) // uint32(heads // uint32(K_gmem.shape[2]))
         return int32(batch), int32(head), int32(kv_head), int32(m_block * BLOCK_M)
 
@@ -315,20 +331,14 @@ def make_locate_tile(config: TensorCoreConfig, causal: bool):
 def make_locate_key_tile(block_n: int, causal: bool):
     """`locate_key_tile(K_gmem)`: batch, KV head and first key of this block's key tile.
 
-    The order is that of `make_locate_tile`; here the first keys are those that most queries see.
+    With a causal mask it is the first tiles that most queries see.
     """
+    split_block = make_split_block(causal)
 
     @device_function
     def locate_key_tile(K_gmem):
-        block, kv_heads = uint32(cuda.blockIdx.x), uint32(K_gmem.shape[2])
-        all_heads = uint32(K_gmem.shape[0]) * kv_heads
         n_blocks = uint32((K_gmem.shape[1] + block_n - 1) // block_n)
-        fastest = all_heads if causal else n_blocks
-        slow = block // uint32(fastest)
-        fast = block - slow * uint32(fastest)
-        n_block, one_head = (slow, fast) if causal else (fast, slow)
-        batch = uint32(one_head) // kv_heads
-        kv_head = one_head - batch * kv_heads
+        n_block, batch, kv_head = split_block(n_blocks, K_gmem.shape[0], K_gmem.shape[2])
         return int32(batch), int32(kv_head), int32(n_block * block_n)
 
     return locate_key_tile

@@ -48,12 +48,12 @@ from numba.cuda import float32, int32, int64, uint32
 
 from fa2_numba.constants import WARP_SIZE
 from fa2_numba.device import device_function
+from fa2_numba.device.backward import make_clear
 from fa2_numba.device.layouts import ac_element
 from fa2_numba.device.mask import make_mask_transposed
 from fa2_numba.device.ptx import shared_address
 from fa2_numba.device.swizzle import TILE_ALIGNMENT, make_chunk_offset
 from fa2_numba.device.tensor_core_gradients import (
-    CHUNK_COLS,
     make_accumulate_gradient,
     make_add_query_gradient,
     make_differentiate,
@@ -75,7 +75,7 @@ from fa2_numba.kernels.fa2_tensor_core_backward_dq import plan_query_gradient
 from fa2_numba.kernels.fa2_tensor_core_backward_parts import plan_convert, plan_statistics
 from fa2_numba.launch import BackwardTensors, KernelLaunch, as_bits
 from fa2_numba.tensor_core_backward_config import FLOAT_BYTES, BackwardConfig
-from fa2_numba.tensor_core_config import ELEMENT_BYTES
+from fa2_numba.tensor_core_config import CHUNK_ELEMENTS, ELEMENT_BYTES
 from fa2_numba.tensor_core_plan import copy_bytes, kernel_name, split_scale
 
 
@@ -106,10 +106,10 @@ def make_backward(
     S_ROW_BYTES = config.score_rows.row_bytes
     V_OFFSET = BLOCK_N * ROW_BYTES
     STAGE_OFFSET, STAGE_BYTES = 2 * V_OFFSET, config.stage_bytes
-    dO_OFFSET = BLOCK_M * ROW_BYTES
-    STATISTICS_OFFSET = 2 * dO_OFFSET
+    DO_OFFSET = BLOCK_M * ROW_BYTES
+    STATISTICS_OFFSET = 2 * DO_OFFSET
     P_OFFSET = STAGE_OFFSET + STAGES * STAGE_BYTES
-    dS_OFFSET = P_OFFSET + config.score_bytes
+    DS_OFFSET = P_OFFSET + config.score_bytes
     TILE_BYTES = BLOCK_M * config.padded_dim * FLOAT_BYTES
     WITH_QUERY_GRADIENT = with_query_gradient
 
@@ -121,23 +121,18 @@ def make_backward(
     await_copies = make_await_copies(config)
     s_offset = make_chunk_offset(config.score_rows)
     compute_scores = make_compute_scores(config, dtype, (ROWS, COLS), scale_first)
-    behind = V_OFFSET, dO_OFFSET
+    behind = V_OFFSET, DO_OFFSET
     compute_products = make_compute_scores(config, dtype, (ROWS, COLS), False, behind)
     mask_scores = make_mask_transposed(ROWS, COLS, causal)
     weigh = make_weigh(config, dtype)
     differentiate = make_differentiate(config, dtype)
-    accumulate_values = make_accumulate_gradient(config, dtype, (0, dO_OFFSET))
+    accumulate_values = make_accumulate_gradient(config, dtype, (0, DO_OFFSET))
     accumulate_keys = make_accumulate_gradient(config, dtype, (config.score_bytes, 0))
     query_gradient_part = make_query_gradient_part(config)
     multiply_keys = make_multiply_keys(config, dtype)
     add_query_gradient = make_add_query_gradient(config)
+    clear_rows = make_clear(ROWS, OUT_COLS)
     store_rows = make_store_rows(config, dtype, width, WARP_ROWS, WARP_LINES)
-
-    @device_function
-    def clear_rows(G_reg):
-        for i in range(ROWS):
-            for c in range(OUT_COLS):
-                G_reg[i, c] = float32(0.0)
 
     @device_function
     def scale_rows(G_reg, scale):
@@ -157,7 +152,7 @@ def make_backward(
     def load_queries(stage, arrays, batch, head, Q_head, dO_head, m_block, tile):
         Q_gmem, dO_gmem, statistics_gmem = arrays
         load_q_rows(stage, Q_gmem, batch, head, Q_head, m_block * BLOCK_M)
-        load_q_rows(int32(stage + dO_OFFSET), dO_gmem, batch, head, dO_head, m_block * BLOCK_M)
+        load_q_rows(int32(stage + DO_OFFSET), dO_gmem, batch, head, dO_head, m_block * BLOCK_M)
         load_statistics(int32(stage + STATISTICS_OFFSET), statistics_gmem, tile)
 
     @device_function
@@ -184,7 +179,7 @@ def make_backward(
             if hidden:
                 mask_scores(S_reg, first_col + row, first_row + query + col, seqlen_q, seqlen_k)
             statistics = int32(Q_smem + STATISTICS_OFFSET + (query + col) * FLOAT_BYTES)
-            place = s_offset(row, query // CHUNK_COLS) + col * ELEMENT_BYTES
+            place = s_offset(row, query // CHUNK_ELEMENTS) + col * ELEMENT_BYTES
             P_lane = int32(K_smem + P_OFFSET + place)
             weigh(S_reg, P_lane, statistics, exponent_scale)  # FA2 Alg. 2 line 11
             differentiate(S_reg, dP_reg, P_lane, statistics)  # FA2 Alg. 2 line 14
@@ -252,7 +247,7 @@ def make_backward(
             Q_columns = int32(Q_smem + warp_line * LINE_BYTES)
             accumulate_values(dV_reg, P_warp, Q_columns)  # FA2 Alg. 2 line 12
             if WITH_QUERY_GRADIENT:
-                multiply_keys(dQ_reg, int32(K_smem + dS_OFFSET), K_smem)  # FA2 Alg. 2 line 15
+                multiply_keys(dQ_reg, int32(K_smem + DS_OFFSET), K_smem)  # FA2 Alg. 2 line 15
             accumulate_keys(dK_reg, P_warp, Q_columns)  # FA2 Alg. 2 line 16
             if WITH_QUERY_GRADIENT:
                 add_query_gradient(dQ_tile, dQ_reg)
@@ -262,8 +257,7 @@ def make_backward(
                 if not is_last:
                     load_queries(stage, arrays, batch, head, Q_head, dO_head, m_block, tile)
 
-        await_copies()
-        # No warp reads K any more, nor V if nothing was visited.
+        # No warp reads K, for dQ, any more.
         cuda.syncthreads()
         scale_rows(dK_reg, softmax_scale)
         # FA2 Alg. 2 line 18, by way of the tiles of K and V

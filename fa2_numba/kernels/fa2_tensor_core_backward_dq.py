@@ -11,6 +11,7 @@ from numba.cuda import float32, int32, int64, uint32
 
 from fa2_numba.constants import NEG_INF, WARP_SIZE
 from fa2_numba.device import device_function
+from fa2_numba.device.backward import make_clear
 from fa2_numba.device.layouts import GROUP_ROWS, ac_element
 from fa2_numba.device.mask import make_mask_accumulators, make_needs_mask
 from fa2_numba.device.ptx import ex2, shared_address
@@ -48,7 +49,7 @@ def make_query_gradient(
     WARP_ROWS = BLOCK_M // config.num_warps
     ROWS, COLS, OUT_COLS = config.split_q_elements
     PAIRS, Q_PAIRS = COLS // 2, config.padded_dim // 8
-    dO_OFFSET, K_OFFSET = BLOCK_M * ROW_BYTES, 2 * BLOCK_M * ROW_BYTES
+    DO_OFFSET, K_OFFSET = BLOCK_M * ROW_BYTES, 2 * BLOCK_M * ROW_BYTES
     V_OFFSET = K_OFFSET + BLOCK_N * ROW_BYTES
     TILE_ROWS = block_m
 
@@ -64,6 +65,7 @@ def make_query_gradient(
     compute_products = make_compute_scores(config, dtype, (ROWS, COLS), False)
     mask_scores = make_mask_accumulators(ROWS, COLS, causal)
     accumulate_values = make_accumulate_values(config, dtype, ROWS, COLS)
+    clear = make_clear(ROWS, OUT_COLS)
     store_output = make_store_output(config, dtype, width)
     pack = PACK[dtype]
 
@@ -88,7 +90,7 @@ def make_query_gradient(
         Q_smem = shared_address(cuda.shared.array(0, uint32, alignment=TILE_ALIGNMENT))
         K_smem, V_smem = int32(Q_smem + K_OFFSET), int32(Q_smem + V_OFFSET)
         Q_warp = int32(Q_smem + warp_row * ROW_BYTES)
-        dO_warp = int32(Q_warp + dO_OFFSET)
+        dO_warp = int32(Q_warp + DO_OFFSET)
         Q_reg = cuda.local.array((ROWS, Q_PAIRS), uint32)
         dO_reg = cuda.local.array((ROWS, Q_PAIRS), uint32)
         S_reg = cuda.local.array((ROWS, COLS), float32)
@@ -99,7 +101,7 @@ def make_query_gradient(
         D_reg = cuda.local.array(ROWS, float32)
 
         load_q_tile(Q_smem, Q_gmem, batch, head, first_row)
-        load_q_tile(int32(Q_smem + dO_OFFSET), dO_gmem, batch, head, first_row)
+        load_q_tile(int32(Q_smem + DO_OFFSET), dO_gmem, batch, head, first_row)
         tiles = int32((seqlen_q + TILE_ROWS - 1) // TILE_ROWS)
         for i in range(ROWS):
             lse_reg[i] = -NEG_INF
@@ -110,8 +112,7 @@ def make_query_gradient(
                 place = int64(tile) * (2 * TILE_ROWS) + i_row % TILE_ROWS
                 lse_reg[i] = statistics_gmem[place]
                 D_reg[i] = statistics_gmem[place + TILE_ROWS]
-            for c in range(OUT_COLS):
-                dQ_reg[i, c] = float32(0.0)
+        clear(dQ_reg)
         await_copies()
         # Each warp reads what all warps have loaded.
         cuda.syncthreads()

@@ -25,10 +25,10 @@ from fa2_numba.device.tensor_core_gradients import (
     make_locate_query_gradient,
     make_query_gradient_part,
 )
-from fa2_numba.device.tensor_core_tiles import CHUNK_ELEMENTS, make_load_chunk, make_store_chunk
+from fa2_numba.device.tensor_core_tiles import make_load_chunk, make_store_chunk
 from fa2_numba.launch import BackwardTensors, KernelLaunch, as_bits
 from fa2_numba.tensor_core_backward_config import FLOAT_BYTES, BackwardConfig
-from fa2_numba.tensor_core_config import CHUNK_BYTES, VECTOR
+from fa2_numba.tensor_core_config import CHUNK_BYTES, CHUNK_ELEMENTS, VECTOR
 from fa2_numba.tensor_core_plan import copy_bytes
 
 PREPARE_THREADS = 128
