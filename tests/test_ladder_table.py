@@ -1,19 +1,22 @@
 """The README's table of what each rung does is a fresh measurement; the command writes no more."""
 
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fa2_numba import ladder
 from fa2_numba.config import TileConfig, choose_tiles
-from fa2_numba.ladder import cuda_core_rungs
+from fa2_numba.launch import ForwardTensors
 from fa2_numba.lessons import ladder_table
 from fa2_numba.lessons.ladder_table import BEGIN, END, HEAD_DIM, PROBLEM, SEQLEN
 from fa2_numba.problem import Problem
 from fa2_numba.simulator import BlockCounts, Counts, Report, Simulator
 from fa2_numba.traffic import predict
 
-RUNGS = cuda_core_rungs()
+RUNGS = ladder.cuda_core_rungs()
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = README.read_text(encoding="utf-8").partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
 
@@ -29,9 +32,27 @@ def measured(monkeypatch):
     monkeypatch.setattr(ladder_table, "measure_ladder", fake_ladder)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    "rung", [*(pytest.param(name, marks=pytest.mark.sweep) for name in RUNGS[:-1]), RUNGS[-1]]
+)
 def test_the_readme_shows_a_fresh_measurement(rung):
     report = ladder_table.measure_rung(rung)
+    assert ladder_table.table_row(report) in BLOCK.splitlines()
+    assert report.bank_conflicts == 0, "the README says that there are none"
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_readme_shows_what_the_formulas_say(rung):
+    """Those that `test_traffic` finds equal to what is counted, number by number."""
+    tiles = choose_tiles(HEAD_DIM, Simulator().shared_bytes_per_block)
+    counts = predict(rung, Problem(1, 1, 1, SEQLEN, SEQLEN, HEAD_DIM, causal=True), tiles)
+    x, lse = np.zeros((1, SEQLEN, 1, HEAD_DIM), np.float32), np.zeros((1, 1, SEQLEN), np.float32)
+    scale, dtype = np.float32(1), "float32"
+    tensors = ForwardTensors(x, x, x, x, lse, scale, True, dtype, lambda s: np.zeros(s, np.float32))
+    launches = ladder.RUNGS[rung].plan_forward(tensors, tiles)
+    others = sum(math.prod(launch.grid) for launch in launches) - 1
+    blocks = [BlockCounts(rung, (0, 0, 0), one) for one in (counts, *[Counts()] * others)]
+    report = Report(rung, tuple(blocks))
     assert ladder_table.table_row(report) in BLOCK.splitlines()
     assert report.bank_conflicts == 0, "the README says that there are none"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa2_numba import RUNGS, flash_attn_func
 from fa2_numba.testing import assert_attention, random_qkv
 
-from .conftest import HAS_GPU, NO_GPU, SIMULATOR, small_tiles
+from .conftest import FAST_SIMULATOR, HAS_GPU, NO_GPU, SIMULATOR, small_tiles
 
 rungs = pytest.mark.parametrize("rung", RUNGS)
 LAYOUTS = ["bshd", "bhsd", "sbhd", "reversed", "sliced", "last"]
@@ -56,27 +56,35 @@ def check(problem, rung, dtype, machine):
     assert_attention(out, lse, q, k, v, causal=causal)
 
 
+def examples(number):
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
 @rungs
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(8)
 @given(problem=problems(largest_seqlen=35, largest_head_dim=20))
 def test_any_problem_in_the_simulator(monkeypatch, problem, rung):
+    monkeypatch.setattr("fa2_numba.interface.tiles_for", small_tiles)
+    check(problem, rung, np.float16, FAST_SIMULATOR)
+
+
+@pytest.mark.sweep
+@rungs
+@examples(30)
+@given(problem=problems(largest_seqlen=35, largest_head_dim=20))
+def test_any_problem_with_all_checks_of_the_simulator(monkeypatch, problem, rung):
     monkeypatch.setattr("fa2_numba.interface.tiles_for", small_tiles)
     check(problem, rung, np.float16, SIMULATOR)
 
 
 @pytest.mark.gpu
 @rungs
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(60)
 @given(problem=problems(largest_seqlen=150, largest_head_dim=64))
 def test_any_problem_on_a_gpu(problem, rung):
     assert HAS_GPU, NO_GPU
