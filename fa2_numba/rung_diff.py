@@ -189,7 +189,8 @@ class RungDiff:
             yield Text(LEGEND, style="dim")
 
     def _repr_html_(self) -> str:
-        console = _console(WHOLE_LINES_WIDTH, file=io.StringIO(), record=True)
+        # In a notebook a console of its own would show the table a second time.
+        console = _console(WHOLE_LINES_WIDTH, file=io.StringIO(), record=True, force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format=HTML)
 
