@@ -12,13 +12,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from bench import timing
 from fa2_numba.lessons.draw import TIMELINE_HEADS, TIMELINE_RUNGS, TIMELINE_SEQLEN
 from fa2_numba.lessons.figures import draw_timeline, save_svg, timeline_numbers
+from fa2_numba.lessons.figures.timelines import in_milliseconds
 from fa2_numba.lessons.stamps import record_launch
-from fa2_numba.lessons.timeline import Timeline
 
 SHAPE = (1, TIMELINE_HEADS, TIMELINE_SEQLEN, 64)
 """batch, heads, seqlen, head_dim; float32, causal."""
@@ -34,18 +32,6 @@ def record() -> dict:
         (launch,) = timing.prepare(rung, machine, inputs, causal=True).launches
         timelines[rung] = timeline_numbers(record_launch(launch, machine))
     return {**timing.environment(), "shape": SHAPE, "causal": True, "timelines": timelines}
-
-
-def in_milliseconds(numbers: dict) -> Timeline:
-    """A recorded timeline; its stamps are in nanoseconds."""
-    return Timeline(
-        start=np.array(numbers["start"]) / 1e6,
-        end=np.array(numbers["end"]) / 1e6,
-        multiprocessor=np.array(numbers["multiprocessor"]),
-        multiprocessors=numbers["multiprocessors"],
-        slots=numbers["slots"],
-        unit="ms",
-    )
 
 
 def draw(recorded: dict, path: Path) -> None:

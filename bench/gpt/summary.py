@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fa2_numba.lessons.figures import CURVE_COLOURS, CURVE_DASHES, STYLE, WIDTH_INCHES, save_svg
+from fa2_numba.lessons.figures import save_svg
+from fa2_numba.lessons.figures.style import CURVE_COLOURS, CURVE_DASHES, STYLE, WIDTH_INCHES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
