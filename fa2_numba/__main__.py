@@ -1,13 +1,19 @@
 """`python -m fa2_numba` runs every rung on real Q, K, V.
 
-`... diff` shows what a rung changes against another, `... doctor` looks for what is wrong.
+`... diff` shows what a rung changes against another, `... doctor` looks for what is wrong, `grade`
+and `release` serve the course's exercises.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = {"diff": "fa2_numba.rung_diff", "doctor": "fa2_numba.doctor"}
+COMMANDS = {
+    "diff": "fa2_numba.rung_diff",
+    "doctor": "fa2_numba.doctor",
+    "grade": "fa2_numba.lessons.grader",
+    "release": "fa2_numba.lessons.release",
+}
 """Command -> module whose `main(argv)` runs it. Without a command the demo runs."""
 
 

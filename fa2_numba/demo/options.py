@@ -29,6 +29,9 @@ EPILOG = """\
 commands, each with a --help of its own:
   doctor                what is installed, which machine is used, what to fix
   diff A [B]            what changes from A to B, or to A from the rung below it
+  grade FILE            points for the course's exercises in a notebook or file
+  release FILE... --to FOLDER
+                        lessons without their solutions, for students
 
 Exit status: 0 if every rung passes, 1 if one fails, 2 for bad options."""
 
