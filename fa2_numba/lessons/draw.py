@@ -15,6 +15,8 @@ from fa2_numba.lessons.figures import (
     save_svg,
     timeline_numbers,
 )
+from fa2_numba.lessons.figures.real_heads import draw_maps, run_layer
+from fa2_numba.lessons.figures.split_q import split_q_contrast
 from fa2_numba.lessons.fragments import mma_fragments as fragments_of_mma
 from fa2_numba.lessons.occupancy import blocks_per_multiprocessor
 from fa2_numba.lessons.timeline import head_costs, schedule, tile_costs
@@ -43,6 +45,8 @@ PTXAS_VERSION = "13.5"
 
 CURVE_SEQLEN, CURVE_HEAD_DIM = 4096, 64
 CURVE_TILES = (8, 16, 32, 64, 128)
+HEADS_SEQLEN = 20
+
 CURVE_WARPS = 2
 """Few enough for tiles of 8 rows; HBM traffic does not depend on it."""
 
@@ -121,6 +125,24 @@ def mma_fragments() -> tuple[Figure, dict[str, object]]:
     return draw_fragments(labelled, ("+=", "x", ""), title), numbers
 
 
+def split_q() -> tuple[Figure, dict[str, object]]:
+    """Which warp holds what in sliced-K and in split-Q, and what a tile costs in each."""
+    picture = split_q_contrast()
+    return picture.figure, dict(picture.numbers)
+
+
+def real_heads() -> tuple[Figure, dict[str, object]]:
+    """What heads of a language model attend to, from the LSE of `fa2_split_q`."""
+    first, middle = (run_layer(layer, HEADS_SEQLEN) for layer in (0, 15))
+    maps = {
+        "layer 15, head 6: a sink": (middle, 6),
+        "layer 15, head 2: near, and a sink": (middle, 2),
+        "layer 0, head 3: near": (first, 3),
+    }
+    picture = draw_maps(maps, HEADS_SEQLEN)
+    return picture.figure, dict(picture.numbers)
+
+
 def _hbm_bytes(rung: str, problem: Problem, config: TileConfig) -> int:
     counts = predict(rung, problem, config)
     return counts.global_load_bytes + counts.global_store_bytes
@@ -129,7 +151,9 @@ def _hbm_bytes(rung: str, problem: Problem, config: TileConfig) -> int:
 FIGURES: dict[str, Callable[[], tuple[Figure, dict[str, object]]]] = {
     "hbm_curve": hbm_curve,
     "mma_fragments": mma_fragments,
+    "real_heads": real_heads,
     "sm_timeline": sm_timeline,
+    "split_q": split_q,
 }
 """Figure name = file name -> function that draws it and gives the numbers it shows."""
 
