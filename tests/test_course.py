@@ -323,6 +323,11 @@ def test_numbers_that_are_not_close_are_named(found, says):
         expect_close("x", found, np.array([1.0, 2.0]), 0.1)
 
 
+def test_numbers_that_differ_in_their_last_digits_are_shown_with_them():
+    with pytest.raises(NotSolved, match="0.10000000149011612, must be 0.1000000000000000"):
+        expect_close("x", np.float32(0.1), 0.1)
+
+
 def test_infinities_are_close_to_themselves_alone():
     expect_close("x", [-np.inf, 1.05], np.array([-np.inf, 1.0]), 0.1)
     with pytest.raises(NotSolved):

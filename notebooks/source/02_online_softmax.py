@@ -42,7 +42,8 @@ from fa2_numba.lessons.show import show_source
 #
 # ## Run it wrong
 #
-# Two ways that do not work. First, without any maximum: a score of 100 is too much for float32.
+# Two ways that do not work. First, without any maximum: e¹⁰⁰ is too large for float32, and inf / inf is not a
+# number.
 
 # %%
 with np.errstate(over="ignore", invalid="ignore"):
@@ -85,10 +86,15 @@ print(f"with rescaling: {right:.4f}")
 assert np.isclose(right, P @ V, rtol=1e-12)
 
 # %% [markdown]
+# So, in the prediction's example, the factor is e² / e⁵ = e⁻³, for l and for O. If tile 2 had no score above 2,
+# m would stay, the factor would be e⁰ = 1, and the exponentials of tile 2 would just be added.
+
+# %% [markdown]
 # ## Look
 #
-# These are the lines of a kernel that do it, for the rows that a thread shares. `rescale` is the factor;
-# `exponentiate` turns scores into exp(S - m) and returns their sum; the last line adds P V to O:
+# These are the lines of a kernel that do it, for the rows that a thread has a part of. `rescale` is the
+# factor; `exponentiate` turns scores into exp(S - m) and returns their sum; the last line adds to O the
+# product of these and V:
 
 # %%
 show_source(
@@ -98,19 +104,27 @@ show_source(
 )
 
 # %% [markdown]
+# `finite_max(m)` is m, but 0 if m is -inf, as it is while a row has seen no key: -inf - -inf would be NaN. In the
+# first tile the factor is exp(-inf) = 0, and multiplies zeros.
+#
 # Now a real row: the language model SmolLM2 reads *Alice in Wonderland*, layer 0, head 3, and the query is
-# the word "use". The kernel runs on the simulator and is stopped before and after every tile of 8 keys, and
-# m, l and O are read out of the threads' registers. A number at a step is the factor exp(m_old - m_new).
+# the word "use", which sees itself and the 54 tokens (words, parts of words, signs) before it. The kernel runs
+# on the simulator, in tiles of 8 keys. It is stopped in every tile, and S, m, l, O and `rescale` are read out of
+# its threads. A number at a step of m is the factor.
 
 # %%
 run = follow_row(layer=0, head=3, token=54)
 draw_row(run)
 
+# %% [markdown]
+# The same in numbers: l before, times the factor, plus what is added, is l. The last lines of the cell hold the
+# final l and O against a softmax of the whole row at once:
+
 # %%
-print("tile     m      l    factor")
-for tile, (m, l) in enumerate(zip(run.m[1:], run.l[1:], strict=True), start=1):
-    factor = f"{run.factors[tile - 2]:8.2f}" if tile > 1 else ""
-    print(f"{tile:4}{m.round(2) + 0:7.2f}{l:7.2f}{factor}")
+print("tile     m  l before  factor   added       l")
+rows = zip(run.m[1:], run.l, run.factors, run.added, run.l[1:], strict=False)
+for tile, (m, before, factor, added, l) in enumerate(rows, start=1):
+    print(f"{tile:4}{m.round(2) + 0:6.2f}{before:10.2f}{factor:8.2f}{added:8.2f}{l:8.2f}")
 P = np.exp(run.S - run.S.max())
 assert np.allclose(run.l[-1], P.sum(), rtol=1e-5)
 assert np.allclose(run.O[-1] / run.l[-1], P @ run.V / P.sum(), atol=1e-6)
@@ -121,14 +135,15 @@ assert np.allclose(run.O[-1] / run.l[-1], run.out, rtol=1e-6)
 #
 # - m rises four times after the first tile, and each time everything summed so far shrinks by one factor.
 #   Tiles 4 and 5 bring no new maximum: their factor is 1, and nothing changes but what is added.
-# - l falls in tiles 6 and 7, although exponentials are added: the old ones are worth less than it seemed. The
-#   dashed curve shows the same l measured with the last m; it only rises.
-# - O / l is the exact attention over the keys seen so far, after every tile. There is no approximation to
-#   improve, only keys that have not been seen. After the last tile, O / l is the output (dotted lines).
-# - The kernel divides once, at the end. How much that saves is the question of lesson 05.
+# - l falls in tiles 6 and 7, although exponentials are added: the old ones, measured with the new m, are worth
+#   less than it seemed.
+# - O / l is the attention over the keys seen so far, after every tile. It is no estimate that gets better, it
+#   only lacks the keys that have not been seen. After the last tile, O / l is the output (dotted lines).
+# - The kernel divides by l only at the end. What that saves is the question of lesson 05.
 #
-# **Old work is rescaled, never redone.** Each score is made, used and forgotten on the chip, so S and P need
-# no memory at all. At the end the kernel keeps one number of the row, LSE = m + ln l:
+# **Old work is rescaled, never redone.** Each score is made, used and forgotten on the chip: S and P are never
+# written to HBM. What the kernel writes of a row is O / l and one number more, LSE = m + ln l, with which
+# lesson 10 makes P anew:
 
 # %%
 print(f"m + ln l = {run.m[-1] + np.log(run.l[-1]):.5f}, written by the kernel: {run.lse:.5f}")
@@ -136,33 +151,38 @@ exact = np.log(np.exp(run.S.astype(np.float64)).sum())
 assert np.isclose(run.lse, exact, rtol=1e-6)
 
 # %% [markdown]
-# Where there is a GPU, the same kernel runs there, over the whole sequence; here is its LSE of our row:
+# Where there is a GPU, the same kernel runs there, with larger tiles, for all 55 queries and all heads. Its LSE
+# of our row is the same but for rounding:
 
 # %%
 if cuda.is_available():
     data = load_smollm2(0)
     q, k, v = (cuda.to_device(np.ascontiguousarray(x[:, :55], np.float32)) for x in data[1:])
     _, lse = flash_attn_func(q, k, v, causal=True, rung="fa2_split_q", return_lse=True)
-    print(f"on the GPU: {lse.copy_to_host()[0, 3, 54]:.5f}")
+    on_gpu = lse.copy_to_host()[0, 3, 54]
+    print(f"on the GPU: {on_gpu:.5f}")
+    assert np.isclose(on_gpu, run.lse, rtol=1e-5)
 
 # %% [markdown]
 # ## Exercise
 #
 # Two tiles, two warps, two GPUs: wherever keys are shared out, the parts must become one. Write
 # `merge(a, b)`. Each part is a tuple (m, l, o) of float64 arrays, for several rows: m and l are (rows,), o is
-# (rows, d), not divided by l. Return m, l and o of all keys of both parts, as new arrays. A part that has no
-# key, or none that a row may see, has m = -inf, l = 0 and o = 0; if both parts are so, the result is, too.
-# Scores may be as far apart as 10,000. About 6 lines.
+# (rows, d), not divided by l. Return the tuple (m, l, o) of all keys of both parts, and leave a and b as they
+# are. Where a row sees no key of a part, that part has m = -inf, l = 0 and o = 0; where it sees none of
+# either, so has the result. Scores may be as far apart as 10,000. About 7 lines.
 #
-# A worked example, one row, d = 1, exponentials to two digits:
+# A worked example, one row, d = 1. Scores are in units of ln 2, which makes exponentials powers of 2: score 3
+# means 3 ln 2, and e to that is 8.
 #
 # | | scores | values | m | l | o |
 # |---|---|---|---|---|---|
-# | a | 1, 2 | 10, 20 | 2 | 0.37 + 1 = 1.37 | 3.68 + 20 = 23.68 |
-# | b | 3, 0 | 30, 40 | 3 | 1 + 0.05 = 1.05 | 30 + 1.99 = 31.99 |
-# | merged | | | 3 | 0.37 x 1.37 + 1.05 = 1.55 | 0.37 x 23.68 + 31.99 = 40.70 |
+# | a | 1, 2 | 10, 20 | 2 | 1/2 + 1 = 1.5 | 1/2 x 10 + 1 x 20 = 25 |
+# | b | 3, 0 | 30, 40 | 3 | 1 + 1/8 = 1.125 | 1 x 30 + 1/8 x 40 = 35 |
+# | merged | | | 3 | 1/2 x 1.5 + 1.125 = 1.875 | 1/2 x 25 + 35 = 47.5 |
 #
-# (0.37 is e⁻¹, the factor of a; that of b is 1.) Stuck? `hint("02.merge", 1)`, then 2, then 3.
+# The factor of a is e to the (2 - 3) ln 2, which is 1/2; that of b is 1. Here b has the larger maximum; it may
+# as well be a. Stuck? `hint("02.merge", 1)`, then 2, then 3.
 
 
 # %% answer="02.merge"
@@ -184,26 +204,29 @@ def merge(a, b):
 check("02.merge", merge)
 
 # %% [markdown]
-# Because merging may be done in any order and any grouping, the work may be split in any way: tiles after
-# each other (here), warps beside each other (lesson 07), or even GPUs.
+# The judge merged parts in either order and in different groupings, and held each result against the whole row:
+# but for rounding they agree. So the keys may be split in any way: into tiles after each other (here), among
+# warps beside each other (lesson 07), or even among GPUs.
 #
 # ## Question
 #
-# A row's scores come in 8 tiles and happen to be sorted, the largest first. How often is O rescaled by a
-# factor below 1? And if they are sorted the other way?
+# A row's scores come in 8 tiles. All are different, and they happen to be sorted, the largest first. How often
+# is what O holds rescaled by a factor below 1? And if they are sorted the other way?
 #
 # <details><summary>Answer, and a common wrong one</summary>
 #
 # Never: the first tile has the maximum. The other way round, in each of the 7 tiles that follow the first.
-# (The first has nothing to rescale: m was -inf, and exp(-inf) = 0 times 0 is 0.) The result is the same but
-# for rounding. "Never, and never, since softmax does not depend on the order" is the wrong answer: the
-# result does not, the work does. Our kernels multiply by the factor in every tile, also when it is 1.
+# (In the first, O holds nothing yet: the factor is 0, and multiplies 0.) The result is the same but for
+# rounding. "As often either way, since softmax does not depend on the order" is a common wrong answer: the result
+# does not, the way to it does. `fa2_split_q` multiplies in every tile all the same, also when the factor is 1;
+# `fa2_tensor_core` asks first whether m would grow by much, and otherwise goes on with the m it has.
 # </details>
 #
 # ## Further reading
 #
-# - Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018: m and l in one pass.
-# - FlashAttention paper, section 3.1: with O, and in tiles. FlashAttention-2 paper, section 2.3.
+# - Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3: m and l in one pass.
+# - FlashAttention paper, section 3.1: with O, and in tiles.
+# - FlashAttention-2 paper, section 2.3.1 (two tiles by hand) and 3.1.1 (O divided only at the end, and LSE).
 # - `fa2_numba/device/softmax.py`: `row_max`, `exponentiate`, `log_sum_exp`.
-# - Before: [01, why is textbook attention slow?](01_textbook.ipynb) Next: [03, where do GPU bugs
+# - Before: [01, why is textbook attention slow?](01_textbook.ipynb). Next: [03, where do GPU bugs
 #   hide?](03_gpu_bugs.ipynb)

@@ -25,7 +25,7 @@ MUTANTS = {
         Mutant(
             "no guard",
             (("np.where(np.isneginf(m), 0, m)", "m"),),
-            "rows that see no key.*are NaN|no key",
+            "rows that see no key.* is NaN in row 0: neither -inf",
         ),
         Mutant("o is forgotten", (("alpha[:, None] * o_a", "o_a"),), "o .* is wrong"),
         Mutant(
@@ -36,6 +36,16 @@ MUTANTS = {
             "a maximum of all rows",
             (("np.maximum(m_a, m_b)", "np.full_like(m_a, max(m_a.max(), m_b.max()))"),),
             "m .* is wrong",
+        ),
+        Mutant(
+            "the second part is never larger",
+            (("np.maximum(m_a, m_b)", "np.where(np.isneginf(m_a), m_b, m_a)"),),
+            "m .the worked example.* is wrong",
+        ),
+        Mutant(
+            "l only where both see keys",
+            (("l = alpha * l_a + beta * l_b", "l = (alpha * l_a + beta * l_b) * (l_a * l_b > 0)"),),
+            "l .0 keys and 12.* is wrong",
         ),
         Mutant(
             "no maximum",

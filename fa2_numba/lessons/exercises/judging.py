@@ -51,15 +51,19 @@ def expect_close(what: str, found: object, expected: np.ndarray, tolerance: floa
         return
     places = np.argwhere(~right)
     shown = "; ".join(
-        f"at {tuple(int(i) for i in place)} {found[tuple(place)]:.6g}, must be "
-        f"{expected[tuple(place)]:.6g}"
-        if place.size
-        else f"{found[()]:.6g}, must be {expected[()]:.6g}"
+        (f"at {tuple(int(i) for i in place)} " if place.size else "")
+        + _pair(found[tuple(place)], expected[tuple(place)])
         for place in places[:SHOWN_PLACES]
     )
     raise NotSolved(
         f"{what} is wrong in {len(places)} of {right.size} places: {shown}.{_nan(found)}"
     )
+
+
+def _pair(found: float, expected: float) -> str:
+    """Both numbers, with as many digits as tell them apart."""
+    digits = 6 if f"{found:.6g}" != f"{expected:.6g}" else 17
+    return f"{found:.{digits}g}, must be {expected:.{digits}g}"
 
 
 def expect_equal(what: str, found: object, expected: object) -> None:

@@ -1,6 +1,7 @@
 """Lesson 02: two parts of a softmax become one."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from fa2_numba.lessons.exercises.judging import expect_close
 ROWS, HEAD_DIM = 5, 3
 FAR = 10_000.0
 """Between scores whose exponentials float64 cannot hold together."""
+MANY_PARTS = (5, 8)
+"""Parts into which a row is cut at chance places, some of them without a key."""
 TOLERANCE = 1e-12
 """Of the largest value of what is compared: a few float64 roundings."""
 
@@ -45,7 +48,8 @@ def cases() -> list[Case]:
     """Parts of every size, scores far apart, rows and parts without a key that can be seen."""
     rng = np.random.default_rng(2)
     S, V = rng.normal(0, 3, (ROWS, 12)), rng.normal(0, 1, (12, HEAD_DIM))
-    found = [Case(f"{n} keys and {12 - n}", S, V, (n,)) for n in range(13)]
+    found = [worked_example()]
+    found += [Case(f"{n} keys and {12 - n}", S, V, (n,)) for n in range(13)]
     for gap in (FAR, -FAR):
         far = S + gap * (np.arange(12) >= 6)
         found.append(Case(f"scores of the second part {gap:+g} higher", far, V, (6,)))
@@ -56,11 +60,23 @@ def cases() -> list[Case]:
     found.append(Case("rows that see no key of one part, or of both", hidden, V, (6,)))
     found.append(Case("three parts", S, V, (4, 9)))
     found.append(Case("three parts, hidden keys among them", hidden, V, (3, 6)))
+    for count in MANY_PARTS:
+        cuts = np.sort(rng.integers(0, 13, count - 1)).tolist()
+        found.append(Case(f"parts that end before keys {cuts}", hidden, V, cuts))
     return found
 
 
+def worked_example() -> Case:
+    """The lesson's: one row, scores in units of ln 2, so that exponentials are powers of 2."""
+    S, V = np.log(2) * np.array([[1.0, 2.0, 3.0, 0.0]]), np.array([[10.0], [20.0], [30.0], [40.0]])
+    return Case("the worked example", S, V, (2,))
+
+
 def judge_merge(merge: Callable) -> None:
-    """Merged parts are the whole, in either order and either grouping; parts stay as they are."""
+    """Merged parts are the whole, in either order and either grouping; parts stay as they are.
+
+    The whole is what `part_of` all keys is: the definition, without merging.
+    """
     if not callable(merge):
         raise NotSolved(f"merge is a {type(merge).__name__}: must be a function.")
     for case in cases():
@@ -70,12 +86,11 @@ def judge_merge(merge: Callable) -> None:
         if len(parts) == 2:
             _expect_part(case.name, _merged(merge, *parts), whole)
             _expect_part(f"{case.name}, the other way round", _merged(merge, *parts[::-1]), whole)
-        else:
-            a, b, c = parts
-            left = _merged(merge, _merged(merge, a, b), c)
-            _expect_part(f"{case.name}, the first two merged first", left, whole)
-            right = _merged(merge, a, _merged(merge, b, c))
-            _expect_part(f"{case.name}, the last two merged first", right, whole)
+            continue
+        left = reduce(lambda a, b: _merged(merge, a, b), parts)
+        _expect_part(f"{case.name}, the first two merged first", left, whole)
+        right = reduce(lambda b, a: _merged(merge, a, b), parts[::-1])
+        _expect_part(f"{case.name}, the last two merged first", right, whole)
 
 
 def _merged(merge: Callable, a: Part, b: Part) -> Part:
@@ -92,6 +107,12 @@ def _merged(merge: Callable, a: Part, b: Part) -> Part:
 
 def _expect_part(name: str, found: Part, expected: Part) -> None:
     for what, got, wanted in zip(Part._fields, found, expected, strict=True):
+        if isinstance(got, np.ndarray) and got.dtype.kind == "f" and np.isnan(got).any():
+            row = np.argwhere(np.isnan(got))[0][0]
+            raise NotSolved(
+                f"{what} ({name}) is NaN in row {row}: neither -inf - -inf nor 0 times inf is a "
+                "number."
+            )
         finite = np.abs(wanted[np.isfinite(wanted)])
         tolerance = TOLERANCE * finite.max(initial=0.0) if what != "m" else 0.0
         expect_close(f"{what} ({name})", got, wanted, tolerance)
