@@ -43,6 +43,7 @@ BYTES = """
 def predict_bytes(seqlen_q, seqlen_k, head_dim, block_m, block_n):
     return 1, 1
 """
+CELL = '{"cells": [{"cell_type": "code", "source": "x", "metadata": {"nbgrader": %s}}]}'
 FOREVER = """
 def sink_head(q, k, lse):
     while True:
@@ -110,7 +111,7 @@ def test_an_answer_that_never_ends_costs_its_own_points_alone(tmp_path, capsys):
         ("raise SystemExit(0)", "ended with status 0 before it was judged"),
         ("import os; os._exit(3)", "ended with status 3 before it was judged"),
         ("1 / 0", "ZeroDivisionError"),
-        ("def copy_with_tail(source, target): return None", "00.copy"),
+        ("def copy_with_tail(source, target): pass", "It is a plain function: must be a kernel"),
         ("copy_with_tail = None", "copy_with_tail is a NoneType: must be a kernel"),
     ],
     ids=["exits", "dies", "fails", "does nothing", "is nothing"],
@@ -154,6 +155,13 @@ def test_notebook_magic_and_other_cells_are_not_run(tmp_path, capsys):
         ("a.py", "def (", "is no Python file"),
         ("a.py", "x = 1", "holds no answer"),
         ("a.ipynb", '{"cells": []}', "holds no answer"),
+        ("a.ipynb", CELL % '{"solution": true}', "is no notebook of a lesson .KeyError"),
+        ("a.ipynb", CELL % "null", "holds no answer"),
+        (
+            "a.ipynb",
+            CELL % '{"solution": true, "grade_id": "00-copy"}',
+            "has no cell with the tag 'setup'",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_graded_is_refused_in_one_line(tmp_path, capsys, name, text, says):
@@ -162,7 +170,7 @@ def test_a_file_that_cannot_be_graded_is_refused_in_one_line(tmp_path, capsys, n
     assert main(["grade", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
-    assert str(path) in printed.err and says in printed.err
+    assert str(path) in printed.err and re.search(says, printed.err)
 
 
 def test_a_missing_file_and_a_bad_limit_are_refused(tmp_path, capsys):
@@ -207,11 +215,13 @@ def test_release_overwrites_only_if_told_to_and_never_the_original(tmp_path, cap
     before = lesson.read_bytes()
     for options in ([], ["--force"]):
         assert main(["release", str(lesson), "--to", str(tmp_path), *options]) == 2
-        assert "exists" in capsys.readouterr().err and lesson.read_bytes() == before
+        assert "is the lesson itself" in capsys.readouterr().err
+        assert lesson.read_bytes() == before
     students = tmp_path / "students"
     assert main(["release", str(lesson), "--to", str(students)]) == 0
     (students / lesson.name).write_text("homework")
     assert main(["release", str(lesson), "--to", str(students)]) == 2
+    assert "exists: give another --to, or --force" in capsys.readouterr().err
     assert (students / lesson.name).read_text() == "homework"
     assert main(["release", str(lesson), "--to", str(students), "--force"]) == 0
     assert "YOUR CODE HERE" in (students / lesson.name).read_text()
@@ -223,6 +233,43 @@ def test_release_writes_nothing_if_one_lesson_is_bad(tmp_path, capsys):
     lesson = str(ROOT / "notebooks/solutions/00_kernel.ipynb")
     assert main(["release", lesson, str(bad), "--to", str(tmp_path / "students")]) == 2
     assert "bad.ipynb" in capsys.readouterr().err and not (tmp_path / "students").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("### END SOLUTION", ""),
+        ("    ### BEGIN SOLUTION", "    #### BEGIN SOLUTION"),
+        ("    ### BEGIN SOLUTION\n", "    x = 1  ### BEGIN SOLUTION\n"),
+    ],
+    ids=["no end", "four marks", "behind code"],
+)
+def test_a_solution_whose_markers_do_not_match_is_not_handed_out(tmp_path, capsys, old, new):
+    source = (ROOT / "notebooks/source/00_kernel.py").read_text()
+    assert source.count(old) == 1
+    lesson = tmp_path / "00_kernel.py"
+    lesson.write_text(source.replace(old, new))
+    assert main(["release", str(lesson), "--to", str(tmp_path / "students")]) == 2
+    error = capsys.readouterr().err
+    assert str(lesson) in error and "in pairs" in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "students").exists()
+
+
+def test_blanks_behind_markers_and_lost_metadata_hide_the_solution_all_the_same(tmp_path):
+    notebook = notebooks.read_lesson(ROOT / "notebooks/source/00_kernel.py")
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(" SOLUTION\n", " SOLUTION  \n")
+        cell.metadata.pop("nbgrader", None)
+    text = "\n".join(cell.source for cell in notebooks.student_version(notebook).cells)
+    assert "raise NotImplementedError()" in text and "target[i] = source[i]" not in text
+
+
+def test_release_into_a_file_is_refused(tmp_path, capsys):
+    file = tmp_path / "students"
+    file.write_text("")
+    lesson = str(ROOT / "notebooks/solutions/00_kernel.ipynb")
+    assert main(["release", lesson, "--to", str(file)]) == 2
+    assert "students" in capsys.readouterr().err
 
 
 def test_cells_have_what_nbgrader_asks_for():

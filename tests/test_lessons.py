@@ -91,7 +91,7 @@ def test_a_lesson_has_its_exercises_each_with_a_check(lesson):
         cell.metadata.nbgrader for cell in source_of(lesson).cells if "nbgrader" in cell.metadata
     ]
     wanted = [id for id in EXERCISES if id.startswith(lesson[:2])]
-    grade_ids = [notebooks.grade_id(id) for id in wanted]
+    grade_ids = [EXERCISES[id].grade_id for id in wanted]
     assert wanted and [cell.grade_id for cell in found] == [
         f"{id}{part}" for id in grade_ids for part in ("", "-check")
     ]
@@ -172,7 +172,7 @@ def answer_cell(id):
     (answer,) = [
         cell
         for cell in cells
-        if cell.metadata.get("nbgrader", {}).get("grade_id") == notebooks.grade_id(id)
+        if cell.metadata.get("nbgrader", {}).get("grade_id") == EXERCISES[id].grade_id
     ]
     return cells[0].source, answer.source
 

@@ -50,7 +50,10 @@ def answers(path: Path) -> dict[str, str]:
     else:
         raise ValueError("must end with .ipynb or .py")
     if not found:
-        raise ValueError("holds no answer to an exercise: cells need the metadata of the lessons'")
+        raise ValueError(
+            "holds no answer: a notebook needs the metadata of the lessons' cells, a .py file "
+            "functions of the exercises' names"
+        )
     return found
 
 
@@ -64,18 +67,20 @@ def _answers_of_notebook(text: str) -> dict[str, str]:
     try:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         parts = [(_python(cell["source"]), cell["metadata"]) for cell in cells]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"is no notebook ({type(error).__name__}: {error})") from error
-    setup = "\n".join(code for code, metadata in parts if SETUP in metadata.get("tags", ()))
-    solutions = {
-        metadata["nbgrader"]["grade_id"]: code
-        for code, metadata in parts
-        if metadata.get("nbgrader", {}).get("solution")
-    }
+        setup = "\n".join(code for code, metadata in parts if SETUP in metadata.get("tags", ()))
+        solutions = {
+            grading["grade_id"]: code
+            for code, metadata in parts
+            if (grading := metadata.get("nbgrader") or {}).get("solution")
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"is no notebook of a lesson ({type(error).__name__}: {error})") from error
+    if solutions and not setup:
+        raise ValueError(f"has no cell with the tag {SETUP!r}: its imports are needed")
     return {
-        exercise.id: f"{setup}\n{solutions[grade_id]}\n"
+        exercise.id: f"{setup}\n{solutions[exercise.grade_id]}\n"
         for exercise in all_exercises()
-        if (grade_id := exercise.id.replace(".", "-")) in solutions
+        if exercise.grade_id in solutions
     }
 
 
@@ -90,6 +95,8 @@ def _answers_of_file(text: str) -> dict[str, str]:
     except SyntaxError as error:
         raise ValueError(f"is no Python file ({error})") from error
     defined = {getattr(node, "name", None) for node in body}
+    targets = (target for node in body if isinstance(node, ast.Assign) for target in node.targets)
+    defined |= {target.id for target in targets if isinstance(target, ast.Name)}
     return {exercise.id: text for exercise in all_exercises() if exercise.answer in defined}
 
 

@@ -10,7 +10,6 @@ notebook is one that nbgrader can assign.
 from __future__ import annotations
 
 import copy
-import os
 import platform
 import re
 import time
@@ -26,8 +25,9 @@ from nbformat import NotebookNode
 from fa2_numba.lessons.exercises import find
 
 SOLUTION = re.compile(
-    r"^(?P<indent> *)### BEGIN SOLUTION\n.*?^ *### END SOLUTION$", re.DOTALL | re.MULTILINE
+    r"^(?P<indent> *)### BEGIN SOLUTION *\n.*?^ *### END SOLUTION *$", re.DOTALL | re.MULTILINE
 )
+MARKER = re.compile(r"#+ *(BEGIN|END) SOLUTION")
 STUB = "{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError()"
 """What nbgrader puts there too."""
 METADATA = {
@@ -35,8 +35,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_SECONDS = 300
-NO_WARNINGS = {"NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS": "0"}
-"""Small grids are the lessons' purpose; Numba would warn of each on a GPU."""
 
 
 def read_lesson(path: Path) -> NotebookNode:
@@ -58,7 +56,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     options = {"timeout": CELL_SECONDS, "record_timing": False}
     client = NotebookClient(done, resources={"metadata": {"path": str(folder)}}, **options)
     start = time.perf_counter()
-    client.execute(env=os.environ | NO_WARNINGS)
+    client.execute()
     seconds = round(time.perf_counter() - start)
     done.metadata = nbformat.from_dict(METADATA | {"fa2_numba": _run_with(seconds)})
     return done
@@ -76,13 +74,20 @@ def _run_with(seconds: int) -> dict[str, str | int]:
 
 
 def student_version(notebook: NotebookNode) -> NotebookNode:
-    """A copy with stubs for solutions; exercises' cells have no outputs, others keep theirs."""
+    """A copy with stubs for solutions; exercises' cells have no outputs, others keep theirs.
+
+    ValueError where a marker of a solution has no other to match it: nothing must be handed out.
+    """
     student = copy.deepcopy(notebook)
     for cell in student.cells:
-        if "nbgrader" not in cell.metadata:
-            continue
         cell.source = SOLUTION.sub(stub, cell.source)
-        cell.outputs, cell.execution_count = [], None
+        if MARKER.search(cell.source):
+            raise ValueError(
+                f"{cell.get('id', 'a cell')}: ### BEGIN SOLUTION and ### END SOLUTION must be "
+                "lines of their own, in pairs"
+            )
+        if "nbgrader" in cell.metadata:
+            cell.outputs, cell.execution_count = [], None
     return student
 
 
@@ -99,17 +104,12 @@ def save(notebook: NotebookNode, path: Path) -> None:
     beside.replace(path)
 
 
-def grade_id(exercise: str) -> str:
-    """An exercise's id as nbgrader allows it: "07-split_q"."""
-    return exercise.replace(".", "-")
-
-
 def _grading(answer: str | None, checked: str | None) -> dict[str, object]:
     points = {"points": find(checked).points} if checked else {}
     return points | {
         "cell_type": "code",
         "grade": bool(checked),
-        "grade_id": f"{grade_id(checked)}-check" if checked else grade_id(answer),
+        "grade_id": f"{find(checked).grade_id}-check" if checked else find(answer).grade_id,
         "locked": bool(checked),
         "schema_version": 3,
         "solution": bool(answer),

@@ -14,7 +14,7 @@ from nbformat import NotebookNode
 from fa2_numba.lessons.exercises import all_exercises
 from fa2_numba.lessons.ladder_table import markdown_row, replace_between_markers, write_whole
 
-FOLDER = Path("notebooks")
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 PAGE, SOLUTIONS = FOLDER / "README.md", FOLDER / "solutions"
 
 

@@ -25,32 +25,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     targets = [options.to / f"{path.stem}.ipynb" for path in options.lessons]
     try:
-        students = [student_version(_read(path)) for path in options.lessons]
+        students = [_student(path) for path in options.lessons]
         _check_targets(options.lessons, targets, options.force)
+        options.to.mkdir(parents=True, exist_ok=True)
+        for student, target in zip(students, targets, strict=True):
+            save(student, target)
+            print(target)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options.to.mkdir(parents=True, exist_ok=True)
-    for student, target in zip(students, targets, strict=True):
-        save(student, target)
-        print(target)
     return 0
 
 
-def _read(path: Path) -> nbformat.NotebookNode:
-    if path.suffix == ".py":
-        return read_lesson(path)
-    if path.suffix != ".ipynb":
+def _student(path: Path) -> nbformat.NotebookNode:
+    if path.suffix not in (".py", ".ipynb"):
         raise ValueError(f"{path}: must end with .ipynb or .py")
     try:
-        return nbformat.read(path, as_version=4)
+        is_source = path.suffix == ".py"
+        return student_version(
+            read_lesson(path) if is_source else nbformat.read(path, as_version=4)
+        )
     except (ValueError, nbformat.ValidationError) as error:
-        raise ValueError(f"{path}: is no notebook ({error})") from error
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
 
 
 def _check_targets(lessons: Sequence[Path], targets: Sequence[Path], force: bool) -> None:
     for lesson, target in zip(lessons, targets, strict=True):
-        if target.exists() and (not force or target.samefile(lesson)):
-            raise ValueError(f"{target} exists: must be another --to, or --force for a copy")
+        if target.exists() and target.samefile(lesson):
+            raise ValueError(f"{target} is the lesson itself: --to must be another folder")
+        if target.exists() and not force:
+            raise ValueError(f"{target} exists: give another --to, or --force to overwrite it")
         if targets.count(target) > 1:
             raise ValueError(f"{target}: several lessons have this name")

@@ -46,7 +46,8 @@ from fa2_numba.testing import assert_attention, random_qkv
 
 # %% [markdown]
 # Between the kernels S and P have to be somewhere. No block's shared memory has room for N x N numbers,
-# so they go to HBM, the large memory beside the chip (*global memory* in CUDA):
+# so they go to HBM, the large memory beside the chip (*global memory* in CUDA). Names in our kernels say where
+# numbers are: `_gmem` in HBM, `_smem` in shared memory, `_reg` in a thread's registers.
 
 # %%
 show_source(standard.plan_forward, "S = tensors", "P = tensors")

@@ -80,7 +80,7 @@ print(sum(not np.array_equal(run_racy(seed), right) for seed in range(100)), "of
 
 # %% [markdown]
 # (`nan`, not a number, is what the simulator leaves in shared memory until somebody writes there. With
-# thread 7 first, the last difference is `nan`: thread 6 has not written yet.) The kernel is broken, and
+# thread 7 first, then 6 and so on, all but the first are `nan`: no left neighbour has written yet.) The kernel is broken, and
 # the order of the numbers, the one that everybody tries first, does not show it.
 #
 # With checks, which are on unless you turn them off, the simulator refuses that order too:
@@ -119,7 +119,8 @@ show_source(differences, "tile[t] = own", "target[t]")
 # **A race** is two threads at one address, at least one of them writing, and no barrier between. That is
 # a property of the kernel, not of a run, so a run with the right answer does not disprove it. The
 # simulator looks for exactly that, and finds it in whatever order the threads happen to run. (In shared
-# memory, that is; races in global memory it does not see.)
+# memory, that is; races in global memory it does not see. And atomic additions to one address, lesson 10, do
+# not race with each other.)
 #
 # So each barrier has a reason, and there are two:
 #
@@ -178,7 +179,8 @@ if cuda.is_available():
 #
 # ### A race
 #
-# One block reverses an array tile by tile, a tile having as many elements as the block has threads.
+# One block reverses an array tile by tile through `tile`, to which each number is written once; a tile has as
+# many elements as the block has threads.
 # `source` and `target` are (size,), and size is a multiple of the threads. With 4 threads, 1 2 3 4 5 6 7 8
 # becomes 4 3 2 1 8 7 6 5. This one is right for one tile:
 

@@ -115,7 +115,7 @@ assert sum(visit.read["K, V"] for visit in fa1) == 2 * 32 * 16 * 4
 # and l: fetched, brought up to date, put back. Only in the first pass is there nothing to fetch. (In the
 # last one O is written twice: to the float32 workspace and, in the dtype of the arrays, as the result; the
 # backward pass's lse is written there, too.) So for your prediction: with two tiles of keys there are two
-# passes, and O waits in HBM between them.
+# passes, O waits in HBM between them, and each of its rows is written twice, and once more as the result.
 #
 # ## Understand
 #

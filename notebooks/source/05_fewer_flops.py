@@ -91,7 +91,7 @@ assert slow.divisions == 32 * HEAD_DIM * tiles
 print(f"{slow.divisions / slow.other_flops:.0%}: one for each number of O in each of {tiles} tiles")
 
 # %% [markdown]
-# Only the last of them shows in the result.
+# One for each number of O, after the last tile, would do.
 #
 # Where there is a GPU, the very same kernel runs there, and agrees:
 
@@ -120,8 +120,9 @@ draw_costs(costs, weight, "4,096 keys, head dim 64, tiles of 64 x 64, no mask")
 
 # %% [markdown]
 # For your prediction: a score costs 2 D FLOPs in S and as many in P V, so 64 of them 4 x 64 x 64 = 16,384, and one
-# exponential each. All 64 numbers of the row of O have to be touched. And what looks like a sliver on the left is
-# almost half on the right. **An exp or a division costs 16 matmul FLOPs.**
+# exponential each. All 64 numbers of the row of O have to be touched. And 5 % at 16 times the
+# price are 0.05 x 16 / (0.95 + 0.05 x 16) = 46 % of the time: the sliver on the left is almost half on the right.
+# **An exp or a division costs 16 matmul FLOPs.**
 #
 # In truth 16 is the least. The 19.5 count a multiply-add as two operations; a lone addition takes as long as
 # one. And an exp goes to special units, of which an A100's multiprocessor has 16, beside 64 float32 lanes:
@@ -262,8 +263,9 @@ print(f"fa2_split_q against fa2_fewer_flops: {change:+.0%} other FLOPs")
 # computes one head, and a thread owns a row. Loading is given, and so is the row's scores with the tile:
 # `S_reg[0]` to `S_reg[keys - 1]`, of which `score_keys` returns the maximum.
 #
-# Besides O and LSE, the judge counts: at most one division for each number of O, one exp for each score and one
-# for each tile and row, one multiplication of each number of O in a tile.
+# Besides O and LSE, the judge counts: at most one division for each number of O, or one 1 / l a row; one exp for
+# each score and one for each tile and row; one multiplication and one addition for each number of O in a tile.
+# Write a step of a product as `acc += a * b`: so the simulator knows it.
 #
 # A worked example: one row, 4 keys in two tiles of 2, V of one column (that of lesson 04).
 #
@@ -342,7 +344,7 @@ check("05.normalise_last", normalise_last)
 #
 # Hardly. It is D operations a row either way, and the row has 4 N D = 1,048,576 matmul FLOPs. Sixty-four divisions
 # at 16 matmul FLOPs each are 1,024 of them, 0.1 %; were a division ten times as expensive, 1 %. Inside the loop the
-# same choice is made for each of the 64 tiles. "Yes, because divisions are expensive" looks at
+# same choice is made for each of the 64 tiles (of 64 keys). "Yes, because divisions are expensive" looks at
 # the price of one and not at how often it is paid: an operation behind the loop is paid once a row, one in the loop
 # once a tile, one for each score N times. That order is the order in which to save.
 # </details>

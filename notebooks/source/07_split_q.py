@@ -10,8 +10,8 @@
 # | Minutes | 45 |
 # | Symbols | Q, K, V tiles; S = Q Kᵀ; P = exp(S - m); O, m, l as in lesson 02; a warp, 32 lanes |
 #
-# Steps 1 and 2 were about blocks. Now we look inside one: a block of four warps has a tile of queries and a
-# tile of keys, and S of that tile to share out. There are two ways to cut a matrix:
+# Step 1 was about operations, step 2 about blocks. Now we look inside a block: it has four warps, a tile of
+# queries and a tile of keys, and S of that tile to share out. There are two ways to cut a matrix:
 #
 # - **sliced-K**, as FlashAttention-1 does it: each warp takes some *keys*, columns of S, for all queries;
 # - **split-Q**, as FlashAttention-2 does it: each warp takes some *queries*, rows of S, for all keys.
@@ -26,6 +26,7 @@ from IPython.display import display
 from numba import cuda, float32
 
 from fa2_numba import flash_attn_func
+from fa2_numba.config import TileConfig
 from fa2_numba.constants import NEG_INF, WARP_SIZE
 from fa2_numba.kernels import fa2_seq_parallel, fa2_split_q
 from fa2_numba.lessons.exercises import check, hint
@@ -58,7 +59,9 @@ from fa2_numba.lessons.kernels.partition import (
 )
 from fa2_numba.lessons.live import print_milliseconds
 from fa2_numba.lessons.show import show_source
+from fa2_numba.problem import Problem
 from fa2_numba.testing import random_qkv
+from fa2_numba.traffic import predict
 
 # %% [markdown]
 # ## Predict
@@ -84,13 +87,14 @@ show_source(
 # %% [markdown]
 # Four warps, so four partial rows of O for every query, which meet in shared memory. (How they do it stands
 # in `fa2_numba/device/sliced_k.py`.) What one more tile of keys costs, counted as a run over two tiles less a
-# run over one:
+# run over one; so of the tiles it is K and V that are written, for Q has been loaded before:
 
 # %%
 sliced = tile_cost(SLICED_K)
 print("written to shared memory:", dict(sliced.written))
 print("read from shared memory: ", dict(sliced.read))
 print("barriers:", sliced.barriers)
+assert sliced.written[TILES] == 2 * 32 * 16 * 4  # K and V, keys, head dim, bytes
 assert sliced.written[PARTIAL] == 4 * 32 * 16 * 4  # warps, queries, head dim, bytes
 assert (
     sliced.written[STATISTICS] == 4 * 32 * 4 + 32 * 4
@@ -102,15 +106,16 @@ assert (
 # ## Look
 #
 # Which warp holds what? The picture comes from the registers of all threads, read in the middle of a run
-# over inputs whose every score and every output tells its place. Below, the bytes of one tile by what they
-# are for:
+# over inputs whose every score and every output tells its place. (The stripes of "O, the sum": four warps
+# share out the adding, two rows at a time.) Below, the bytes of one tile by what they are for:
 
 # %%
 split_q_contrast()
 
 # %% [markdown]
-# And what happens in shared memory, from barrier to barrier. Above: two of four warps have come to it, and
-# wait (their squares are filled); below: all have. Red was written since the barrier before.
+# And what happens in shared memory, from barrier to barrier: first when two of four warps have come to one and
+# wait (their squares are filled), then when all have. Orange was written since the barrier before. f is the
+# factor by which a row of O is rescaled; l stays empty, for its parts meet once, after the last tile.
 
 # %%
 films = {name: follow_tile(name) for name in RUNGS}
@@ -133,7 +138,7 @@ for name, frames in films.items():
 #   other's registers by shuffles, without shared memory and without a barrier. **Split Q, and no number
 #   crosses warps.** The two barriers that are left stand around the loading of K and V.
 # - Nothing is free: each split-Q warp reads all keys and all values of the tile, each sliced-K warp a
-#   quarter of them.
+#   quarter of them. (In return it reads a quarter of Q, and each sliced-K warp all of it.)
 
 # %%
 split = tile_cost(SPLIT_Q)
@@ -147,7 +152,28 @@ assert sum(split.read.values()) < sum(sliced.read.values())
 assert split.written[PARTIAL] == split.written[STATISTICS] == 0
 
 # %% [markdown]
-# In all it reads a little less, writes a third, and waits half as often. This is the heart of the rung
+# With these small tiles it reads a little less in all, writes a third, and waits half as often. How is it with
+# larger ones? Closed forms, which tests hold equal to the simulator's counts, for larger tiles:
+
+# %%
+for head_dim, block_n in ((64, 64), (128, 32)):
+    tiles = TileConfig(head_dim, block_m=64, block_n=block_n)
+    for rung in ("fa2_seq_parallel", "fa2_split_q"):
+        one, two = (
+            predict(rung, Problem(1, 1, 1, 64, keys, head_dim), tiles)
+            for keys in (block_n, 2 * block_n)
+        )
+        read, written, barriers = (
+            getattr(two, name) - getattr(one, name)
+            for name in ("shared_load_bytes", "shared_store_bytes", "barriers")
+        )
+        print(
+            f"D = {head_dim:3}, {rung:16} reads {read:7,}, writes {written:7,}, barriers {barriers:2}"
+        )
+
+# %% [markdown]
+# At D = 64 split-Q reads *more*, and is faster all the same, as you see below: what costs are the writes that
+# others wait for, and the barriers, which grow with D as long as O is exchanged. This is the heart of the rung
 # `fa2_split_q`; `python -m fa2_numba diff fa2_split_q` shows all that changes.
 
 # %%
@@ -199,12 +225,12 @@ show_source(sliced_k_attention)
 # %% [markdown]
 # Write `split_q_attention(Q, K, V, O, softmax_scale)`. Q, O: (seqlen_q, heads, head_dim); K, V: (seqlen_k,
 # kv_heads, head_dim); float32, head_dim at most 32, any lengths from 1 on. Each warp computes `WARP_ROWS` = 2
-# of the 4 rows, over all slices of the tile. The start and the loading of Q are given. About 20 lines; much
+# of the 4 rows, over all slices of the tile. The start and the loading of Q are given. About 25 lines; much
 # of the kernel above goes.
 #
 # `check` wants the values, for odd sizes, heads that share keys, and shuffled threads; and it wants the
 # traffic: nothing in shared memory but the tiles of Q, K and V, two barriers a tile, each number of K and V
-# read once from global memory.
+# read once from global memory by each block.
 #
 # A worked example, one tile of 4 queries and 64 keys; who computes what:
 #
@@ -270,16 +296,16 @@ check("07.split_q", split_q_attention)
 # %% [markdown]
 # ## Question
 #
-# Split-Q gives each warp a quarter of the rows. Could one go on, and give each *lane* rows of its own, so that
-# not even shuffles are needed?
+# Split-Q gives each warp a quarter of the rows. One could go on, and give each *lane* rows of its own: then not
+# even shuffles are needed. Would it pay?
 #
 # <details><summary>Answer, and a common wrong one</summary>
 #
-# One could, and the result would be right: a row of S would then lie in one lane. But a lane would need its
-# whole rows of Q, S and O in its own registers, a thread has at most 255, and 32 lanes would need 32 rows a
-# warp. And each lane would read all of K and V. "Yes, the fewer exchanges the better" is the wrong answer:
-# a shuffle is cheap, it stays within the warp, where nobody waits; what costs is memory that all warps share
-# and barriers. The step that pays is the one from warps to one warp.
+# Hardly. A lane would hold whole rows of Q and O in its own registers, and a thread has 255 at most: at D = 128
+# one row of each is too much. And every number of K and V that it reads would serve one row only, while now it
+# serves all rows that the lane has a part of. "Yes, the fewer exchanges the better" is the wrong answer: a
+# shuffle stays within the warp, where nobody waits; what costs is memory that all warps share, and barriers.
+# The step that pays is the one from four warps to one.
 # </details>
 #
 # ## Further reading

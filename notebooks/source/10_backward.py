@@ -8,7 +8,7 @@
 # | You will | measure a gradient; find the number that softmax's gradient needs; write a visit of a pass in tiles |
 # | You need | lessons 02 (lse), 04 (tiles) and 08 (masks, heads); the chain rule |
 # | Minutes | 45 |
-# | Symbols | S, P, O, lse as before; dX: the gradient of a loss by X, as large as X; o: element by element; D |
+# | Symbols | S, P, O, lse as before; d: head dim (D so far); dX: the gradient of a loss by X, as large as X; o: element by element; D: one number a row, found below |
 #
 # A model that learns needs dQ, dK and dV: how its loss changes with each number of Q, K and V. What comes in
 # is dO. Backwards through O = P V and S = scale Q Kᵀ, the chain rule makes products again:
@@ -213,7 +213,7 @@ for line, step in PAPER_STEPS["FA2 Alg. 2"].items():
     print(f"{line:2}  {step}")
 
 # %% [markdown]
-# And so it stands in the kernel. Its tile of scores lies on its side, Sᵀ = K Qᵀ, so that a warp owns rows of
+# (Line 9 names O_i too; with D made beforehand, the kernel needs none.) And so it stands in the kernel. Its tile of scores lies on its side, Sᵀ = K Qᵀ, so that a warp owns rows of
 # dK and dV. P takes the place of S in `P_reg`, then dS the place of P. A row that sees no key has lse = -inf and
 # must add nothing; there `lse_reg` holds +inf, for exp(-inf - (-inf)) would be NaN.
 
@@ -423,7 +423,7 @@ check("10.gradients", add_gradients)
 #
 # ## Further reading
 #
-# - FlashAttention-2 paper, section 2.3.2: the backward pass, Algorithm 2; section 3.2: its blocks own tiles
+# - FlashAttention-2 paper, section 2.3.2: the backward pass; section 3.1.2: Algorithm 2; section 3.2: its blocks own tiles
 #   of keys, and add to dQ by atomics.
 # - FlashAttention paper, appendix B: where D comes from, and memory that grows with N.
 # - `fa2_numba/kernels/fa2_split_q_backward.py`, `backward_parts.py`; on tensor cores

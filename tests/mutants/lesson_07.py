@@ -72,6 +72,7 @@ MUTANTS = {
             (("warp_max(s)", "max(s, cuda.shfl_xor_sync(0xFFFFFFFF, s, 1))"),),
             "wrong in",
         ),
+        Mutant("no maximum", (("max(m_reg[i], warp_max(s))", "float32(0.0)"),), "wrong in"),
         Mutant("O is not rescaled", (("rescale * O_reg[i] +", "O_reg[i] +"),), "wrong in"),
         Mutant("l is not rescaled", (("rescale * l_reg[i] +", "l_reg[i] +"),), "wrong in"),
         Mutant("keys past the end", (("seqlen_k - first_key", "KEYS"),), "1 queries, 5 keys"),

@@ -16,15 +16,19 @@ ID = re.compile(r"(\d\d)\.[a-z]\w*")
 HINTS = 3
 
 
-class ExerciseError(ValueError):
-    """There is no such exercise or hint."""
-
-
-class NotSolved(AssertionError):
-    """What is wrong with an answer, in words; a notebook shows them without a traceback."""
+class _InWords:
+    """A notebook shows such an error without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]
+
+
+class ExerciseError(_InWords, ValueError):
+    """There is no such exercise or hint."""
+
+
+class NotSolved(_InWords, AssertionError):
+    """What is wrong with an answer, in words."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Exercise:
             raise ValueError(f"points={self.points!r}: must be at least 1")
         if len(self.hints) != HINTS or not all(self.hints):
             raise ValueError(f"hints of {self.id}: must be {HINTS} texts")
+
+    @property
+    def grade_id(self) -> str:
+        """The id as nbgrader allows it: "07-split_q"."""
+        return self.id.replace(".", "-")
 
 
 def all_exercises() -> Iterator[Exercise]:

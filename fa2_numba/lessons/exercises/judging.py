@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from numba.cuda.dispatcher import CUDADispatcher
 
 from fa2_numba.lessons.exercises.exercise import NotSolved
 from fa2_numba.simulator import Report, simulate
@@ -23,7 +24,12 @@ def run(
     shared_bytes: int = 0,
     seed: int | None = None,
 ) -> Report:
-    """Simulate a student's kernel, counting; array arguments are changed in place."""
+    """Simulate a student's kernel, counting; array arguments are changed in place.
+
+    A plain function is refused, though the simulator could run it: a GPU could not.
+    """
+    if not isinstance(kernel, CUDADispatcher):
+        raise NotSolved("It is a plain function: must be a kernel, with @cuda.jit above it.")
     simulation = simulate(kernel, seed=seed, max_seconds=MAX_SECONDS, progress=False)
     return simulation[grid, threads, 0, shared_bytes](*arguments)
 

@@ -58,6 +58,8 @@ def _expect_arithmetic(case: str, report: Report, queries: int, keys: int) -> No
             f"must be {products:,}, each score and each p V once. Write a step of a product as "
             "acc += a * b; that is how the simulator knows it."
         )
+    # 1 / l a row, or a division of each number of O; what lies between is 1 / l in every tile.
+    divides_rows = report.divisions < queries * HEAD_DIM
     every_tile = (
         f"O has {HEAD_DIM} numbers a row; what is done to each of them in each of the {tiles} "
         "tiles counts."
@@ -70,6 +72,12 @@ def _expect_arithmetic(case: str, report: Report, queries: int, keys: int) -> No
             f"{every_tile} A row needs one l, and needs it after its last tile.",
         ),
         (
+            "divisions",
+            report.divisions,
+            queries if divides_rows else queries * HEAD_DIM,
+            f"{every_tile} A row needs 1 / l once, or each of its numbers divided once.",
+        ),
+        (
             "calls of exp and log",
             report.special_calls,
             queries * (keys + tiles + 1),
@@ -78,8 +86,9 @@ def _expect_arithmetic(case: str, report: Report, queries: int, keys: int) -> No
         (
             "other FLOPs",
             report.other_flops,
-            queries * (4 * keys + tiles * (HEAD_DIM + 3 + SPARE) + 2 * HEAD_DIM + SPARE),
-            f"{every_tile} One multiplication, by exp(m - m_new), is all that O needs a tile.",
+            queries * (4 * keys + tiles * (2 * HEAD_DIM + 3 + SPARE) + 2 * HEAD_DIM + SPARE),
+            f"{every_tile} One multiplication, by exp(m - m_new), and one sum are all that O needs "
+            "a tile.",
         ),
     ):
         if found > most:

@@ -116,7 +116,7 @@ def judge_utilisation(function: Callable) -> None:
     for blocks, multiprocessors, slots in [*product(*COUNTS), *LARGE]:
         found = function(blocks, multiprocessors, slots)
         given = f"share_used(blocks={blocks}, multiprocessors={multiprocessors}, slots={slots})"
-        if not isinstance(found, tuple) or len(found) != 2:
+        if getattr(found, "shape", None) != (2,) and not _is_pair(found):
             raise NotSolved(f"{given} is {found!r}: must be (of multiprocessors, of slots).")
         used = schedule(np.ones(blocks), multiprocessors, slots).mean_utilisation
         waves = -(-blocks // (multiprocessors * slots))
@@ -135,6 +135,10 @@ def judge_utilisation(function: Callable) -> None:
 def _require_function(name: str, function: object) -> None:
     if not callable(function):
         raise NotSolved(f"{name} is a {type(function).__name__}: must be a function.")
+
+
+def _is_pair(found: object) -> bool:
+    return isinstance(found, (tuple, list)) and len(found) == 2
 
 
 EXERCISES = (

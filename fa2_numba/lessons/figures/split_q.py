@@ -37,6 +37,7 @@ from fa2_numba.lessons.figures.tile_owners import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 WARP_COLOURS = (SKY, ORANGE, GREEN, PURPLE)
 PURPOSE_COLOURS = {TILES: "#BBBBBB", PARTIAL: VERMILION, STATISTICS: BLACK}
@@ -54,7 +55,7 @@ def split_q_contrast() -> Picture:
     return Picture(figure, _said(owners, costs), _numbers(owners, costs))
 
 
-def _draw_owners(figure: object, owners: Mapping[str, Owners]) -> None:
+def _draw_owners(figure: SubFigure, owners: Mapping[str, Owners]) -> None:
     sliced, split = owners[SLICED_K], owners[SPLIT_Q]
     sizes = CONFIG.block_n, *[CONFIG.head_dim] * (len(sliced.parts) + 1), 6
     grid = figure.add_gridspec(1, len(sizes) + 2, width_ratios=(*sizes, *sizes[:2]))
@@ -90,7 +91,7 @@ def _draw_owned(axes: Axes, owner: np.ndarray, below: str, title: str = "") -> N
         axes.set_title(title, loc="left", fontweight="bold")
 
 
-def _draw_costs(figure: object, costs: Mapping[str, TileCost]) -> None:
+def _draw_costs(figure: SubFigure, costs: Mapping[str, TileCost]) -> None:
     written, read, barriers = figure.subplots(1, 3, sharey=True, width_ratios=(3, 3, 1.6))
     for axes, name in ((written, "written"), (read, "read")):
         axes.set_title(f"shared memory {name}, KiB a tile", loc="left")
@@ -119,7 +120,8 @@ def _draw_bar(axes: Axes, place: int, sizes: Mapping[str, int]) -> None:
     for purpose, size in sizes.items():
         axes.barh(place, size / 1024, 0.6, left, color=PURPOSE_COLOURS[purpose], linewidth=0)
         left += size / 1024
-    axes.text(left, place, f" {left:.1f}", va="center")
+    beside = {"xytext": (4, 0), "textcoords": "offset points"}
+    axes.annotate(f"{left:.1f}", (left, place), va="center", **beside)
 
 
 def _numbers(

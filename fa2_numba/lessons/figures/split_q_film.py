@@ -61,7 +61,7 @@ NARROW, WIDENED, APART = 4, 2, 3
 """Arrays with so few columns are drawn so much wider; columns between two arrays."""
 ROWS = CONFIG.block_m
 FULL_WIDTH = 154
-"""Columns of the arrays of a sliced-K kernel, with what lies between them."""
+"""Of a frame: the arrays of a sliced-K kernel, and what lies between them, fit."""
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,14 @@ class Film:
             for i in range(len(self.frames))
         )
         frames = "".join(map(_html, self.frames))
+        colours = ", ".join(
+            f'<span style="background:{colour}">&emsp;</span> {state}'
+            for colour, state in zip(STATE_COLOURS, STATES, strict=True)
+        )
         return (
             f'<div class="{group}" style="background:white;color:black;padding:8px">'
             f"<style>.{group} figure{{display:none;margin:8px 0}}{rules}</style>"
-            f"<b>{escape(self.name)}</b>, stop {buttons}{frames}</div>"
+            f"<b>{escape(self.name)}</b>, stop {buttons}{frames}{colours}</div>"
         )
 
 
