@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fa2_numba.lessons.exercises import NotSolved, all_exercises, check, find
+from fa2_numba.lessons.ladder_table import write_whole
 
 SECONDS = 60.0
 SETUP = "setup"
@@ -40,9 +44,12 @@ class Grade:
     message: str = ""
 
 
-def answers(path: Path) -> dict[str, str]:
-    """Exercise id -> the code that answers it; ValueError if the file cannot hold answers."""
-    text = path.read_text(encoding="utf-8")
+def answers(path: Path) -> dict[str, str | None]:
+    """Exercise id -> the code that answers it; ValueError if the file cannot hold answers.
+
+    None: a notebook has the exercise's check, and the answer is gone.
+    """
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".ipynb":
         found = _answers_of_notebook(text)
     elif path.suffix == ".py":
@@ -60,27 +67,31 @@ def answers(path: Path) -> dict[str, str]:
 def grade(path: Path, seconds: float = SECONDS) -> Iterator[Grade]:
     """Grades of the exercises in a file, one by one, each judged in at most so many seconds."""
     for id, code in answers(path).items():
-        yield _judged(id, code, seconds)
+        missing = Grade(id, 0, find(id).points, f"{id}: the answer's cell is missing.")
+        yield missing if code is None else _judged(id, code, seconds)
 
 
-def _answers_of_notebook(text: str) -> dict[str, str]:
+def _answers_of_notebook(text: str) -> dict[str, str | None]:
     try:
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         parts = [(_python(cell["source"]), cell["metadata"]) for cell in cells]
         setup = "\n".join(code for code, metadata in parts if SETUP in metadata.get("tags", ()))
-        solutions = {
-            grading["grade_id"]: code
-            for code, metadata in parts
-            if (grading := metadata.get("nbgrader") or {}).get("solution")
-        }
+        graded = [(code, metadata.get("nbgrader") or {}) for code, metadata in parts]
+        checked = {grading["grade_id"] for _, grading in graded if grading.get("grade")}
+        solutions: dict[str, str] = {}
+        for code, grading in graded:
+            if grading.get("solution"):
+                # A cell that was copied has the id of the first.
+                id = grading["grade_id"]
+                solutions[id] = f"{solutions.get(id, '')}\n{code}"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"is no notebook of a lesson ({type(error).__name__}: {error})") from error
     if solutions and not setup:
         raise ValueError(f"has no cell with the tag {SETUP!r}: its imports are needed")
     return {
-        exercise.id: f"{setup}\n{solutions[exercise.grade_id]}\n"
+        exercise.id: f"{setup}\n{solutions[id]}\n" if id in solutions else None
         for exercise in all_exercises()
-        if exercise.grade_id in solutions
+        if (id := exercise.grade_id) in solutions or f"{id}-check" in checked
     }
 
 
@@ -106,21 +117,38 @@ def _judged(id: str, code: str, seconds: float) -> Grade:
         source, result = Path(folder, "answer.py"), Path(folder, "result.json")
         source.write_text(code, encoding="utf-8")
         command = [sys.executable, "-m", __name__, id, str(source), str(result)]
-        try:
-            # No pipes: whoever holds one after the kill would keep the grader waiting.
-            done = subprocess.run(command, timeout=seconds, **SILENCE)
-        except subprocess.TimeoutExpired:
-            return Grade(id, 0, of, f"{id}: not judged within {seconds:g} s.")
+        status = _run(command, seconds)
         if not result.exists():
-            what = f"{id}: the process ended with status {done.returncode} before it was judged."
-            return Grade(id, 0, of, what)
+            ended = f"the process ended with status {status} before it was judged"
+            what = f"not judged within {seconds:g} s" if status is None else ended
+            return Grade(id, 0, of, f"{id}: {what}.")
         message = json.loads(result.read_text(encoding="utf-8"))
     return Grade(id, 0 if message else of, of, message)
 
 
+def _run(command: Sequence[str], seconds: float) -> int | None:
+    """The status of a silent process, None if it had to be killed, with all that it started."""
+    # No pipes: whoever holds one after the kill would keep the grader waiting.
+    process = subprocess.Popen(command, start_new_session=True, **SILENCE)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
 def judge_file(id: str, source: Path, result: Path) -> None:
     """Run a file and check the answer in it; writes what is wrong, or "", as JSON."""
-    result.write_text(json.dumps(_what_is_wrong(id, source)), encoding="utf-8")
+    write_whole(result, json.dumps(_what_is_wrong(id, source)))
 
 
 def _what_is_wrong(id: str, source: Path) -> str:
@@ -180,3 +208,5 @@ def _print_table(grades: Sequence[Grade], points: int, of: int) -> None:
 
 if __name__ == "__main__":
     judge_file(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    # Threads that an answer has left behind are not waited for.
+    os._exit(0)

@@ -76,15 +76,17 @@ def _run_with(seconds: int) -> dict[str, str | int]:
 def student_version(notebook: NotebookNode) -> NotebookNode:
     """A copy with stubs for solutions; exercises' cells have no outputs, others keep theirs.
 
-    ValueError where a marker of a solution has no other to match it: nothing must be handed out.
+    ValueError where a solution's markers do not match, or an answer has none: nothing must be
+    handed out.
     """
     student = copy.deepcopy(notebook)
     for cell in student.cells:
-        cell.source = SOLUTION.sub(stub, cell.source)
-        if MARKER.search(cell.source):
+        cell.source, solutions = SOLUTION.subn(stub, cell.source)
+        is_answer = cell.metadata.get("nbgrader", {}).get("solution", False)
+        if MARKER.search(cell.source) or (is_answer and not solutions):
             raise ValueError(
-                f"{cell.get('id', 'a cell')}: ### BEGIN SOLUTION and ### END SOLUTION must be "
-                "lines of their own, in pairs"
+                f"{cell.get('id', 'a cell')}: a solution must stand between ### BEGIN SOLUTION and "
+                "### END SOLUTION, lines of their own"
             )
         if "nbgrader" in cell.metadata:
             cell.outputs, cell.execution_count = [], None

@@ -42,9 +42,9 @@ def _student(path: Path) -> nbformat.NotebookNode:
         raise ValueError(f"{path}: must end with .ipynb or .py")
     try:
         is_source = path.suffix == ".py"
-        return student_version(
-            read_lesson(path) if is_source else nbformat.read(path, as_version=4)
-        )
+        lesson = read_lesson(path) if is_source else nbformat.read(path, as_version=4)
+        nbformat.validate(lesson)
+        return student_version(lesson)
     except (ValueError, nbformat.ValidationError) as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
 

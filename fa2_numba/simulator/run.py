@@ -40,10 +40,11 @@ class Simulator:
     """How simulated launches run.
 
     checks: refuse out-of-bounds, uninitialised and racing accesses (several times slower).
-    seed: shuffles the order in which ready threads and blocks run; None runs them in index order.
+    seed: shuffles the order in which ready threads and blocks run; None runs them in index order
+        (after a barrier, the last to come goes on first).
     compute_capability: the architecture whose shared-memory limit holds.
     max_seconds: a launch that takes, or will take, longer is ended; None never ends one.
-    progress: show a bar on launches that take longer than a few seconds.
+    progress: show a bar on launches of several blocks that take longer than a few seconds.
     counts: count what the kernel does; a launch then returns a `Report`. The kernels here take up
         to 3 times as long, a small one that does little but load, store and call may take more.
         Every access between two barriers takes 24 bytes of the host's memory.
@@ -90,7 +91,8 @@ class Simulator:
             unit="block",
             delay=PROGRESS_DELAY_SECONDS,
             leave=False,
-            disable=not self.progress,
+            # Of one block a bar knows nothing before the end.
+            disable=not self.progress or math.prod(launch.grid) == 1,
         )
         watch = Watch(launch.kernel, math.prod(launch.grid), self.max_seconds)
         try:

@@ -56,7 +56,7 @@ show_source(differences_racy)
 # ## Run it wrong
 #
 # With `checks=False` the simulator looks for no mistakes. `seed=None`, the default, runs the threads in
-# the order of their numbers:
+# the order of their numbers (until the first barrier, if there is one):
 
 # %%
 source = np.arange(8, dtype=np.float32) ** 2
@@ -162,12 +162,13 @@ print(simulate(differences)[1, 8](source, target).barriers, "barrier")
 
 # %%
 if cuda.is_available():
-    squares = np.arange(64, dtype=np.float32) ** 2
-    on_gpu, answer, wrong = cuda.to_device(squares), cuda.device_array(64, np.float32), 0
-    for _ in range(1000):
-        differences_racy[1, 64](on_gpu, answer)
-        found = answer.copy_to_host()
-        wrong += not np.array_equal(found, np.diff(squares, prepend=np.float32(0)))
+    answer, wrong = cuda.device_array(64, np.float32), 0
+    for launch in range(1000):
+        # Another input each time: what the launch before left in shared memory is not right now.
+        squares = (np.arange(64, dtype=np.float32) + launch) ** 2
+        differences_racy[1, 64](cuda.to_device(squares), answer)
+        right = np.diff(squares, prepend=np.float32(0))
+        wrong += not np.array_equal(answer.copy_to_host(), right)
     print(wrong, "of 1000 launches gave a wrong answer")
 
 # %% [markdown]
@@ -340,7 +341,8 @@ check("03.tail", block_maxima)
 # ## Further reading
 #
 # - CUDA C++ Programming Guide, "Synchronization Functions" and "Memory Fence Functions".
-# - Compute Sanitizer documentation: racecheck, synccheck and initcheck look for these three on a GPU.
+# - Compute Sanitizer documentation: on a GPU racecheck and synccheck look for the first two; initcheck for the
+#   third, but in global memory only.
 # - Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection", PLDI 2009: the idea
 #   behind `fa2_numba/simulator/regions.py`.
 # - FlashAttention-2 paper, section 3.3: partial results that warps exchange through shared memory, and the

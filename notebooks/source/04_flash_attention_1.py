@@ -186,7 +186,7 @@ for rows in (32, 64, 128):
 #   computes S and P anew, tile by tile: more operations, but N x N stays on the chip there, too. That is
 #   lesson 10.
 # - *One block computes a whole head*, since it takes one query tile after the other. A GPU has room for
-#   many blocks at once; lesson 06 counts how many stay idle.
+#   many blocks at once; lesson 06 counts how many multiprocessors stay idle.
 # - *Why is O not kept on the chip?* With keys in the outer loop, all query tiles are under way at the same
 #   time, and together they do not fit. The right half of the figure has the loops swapped. K and V are
 #   read more often there; O is written once.

@@ -96,7 +96,7 @@ def check(id: str, answer: object) -> None:
 def hint(id: str, number: int) -> None:
     """Print hint 1, 2 or 3 of an exercise; each says more than the one before."""
     hints = find(id).hints
-    if isinstance(number, bool) or number not in range(1, HINTS + 1):
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= HINTS:
         raise ExerciseError(f"number={number!r}: must be 1 to {HINTS}")
     print(hints[number - 1])
 

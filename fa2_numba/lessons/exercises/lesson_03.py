@@ -93,6 +93,8 @@ def _expect_bytes(launch: str, report: Report, size: int) -> None:
             f"({launch}): must be {4 * size}, each number once. What other threads need of it "
             "goes through tile."
         )
+    if size > 1 and not report.shared_load_bytes:
+        raise NotSolved("Nothing is read from tile: threads must pass numbers on through it.")
 
 
 def _expect_barriers(launch: str, report: Report, most: int, why: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fa2_numba.lessons.figures.style import styled
-from fa2_numba.lessons.figures.svg import save_svg, svg_text
+from fa2_numba.lessons.figures.svg import svg_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,8 @@ class Picture:
         if path.suffix not in FILE_TYPES:
             raise ValueError(f"path={str(path)!r}: must end with one of {', '.join(FILE_TYPES)}")
         if path.suffix == ".svg":
-            return save_svg(self.figure, path, self.numbers)
+            path.write_text(self.svg, encoding="utf-8")
+            return
         with styled():
             self.figure.savefig(path, dpi=PNG_DOTS_PER_INCH)
 
