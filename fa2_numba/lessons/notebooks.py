@@ -35,6 +35,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 CELL_SECONDS = 300
+"""A cell may take so long, and the start of a kernel on a machine that has much to do."""
 
 
 def read_lesson(path: Path) -> NotebookNode:
@@ -53,7 +54,11 @@ def read_lesson(path: Path) -> NotebookNode:
 def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     """A copy with outputs, run from top to bottom in a folder; stops where a cell fails."""
     done = copy.deepcopy(notebook)
-    options = {"timeout": CELL_SECONDS, "record_timing": False}
+    options = {
+        "timeout": CELL_SECONDS,
+        "startup_timeout": CELL_SECONDS,
+        "record_timing": False,
+    }
     client = NotebookClient(done, resources={"metadata": {"path": str(folder)}}, **options)
     start = time.perf_counter()
     client.execute()
