@@ -15,6 +15,8 @@ COMMANDS = {
     "release": "fa2_numba.lessons.release",
 }
 """Command -> module whose `main(argv)` runs it. Without a command the demo runs."""
+NOTEBOOK_MODULES = ("jupytext", "nbclient", "nbformat")
+"""Of the extra `notebooks`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(module)
     except (ImportError, AttributeError) as error:
         # So fails Numba where it does not fit NumPy; the doctor knows what to do.
-        print(f"error: {error}; `python -m fa2_numba doctor` says what to do", file=sys.stderr)
+        advice = "`python -m fa2_numba doctor` says what to do"
+        if getattr(error, "name", None) in NOTEBOOK_MODULES:
+            advice = 'pip install "fa2_numba[notebooks]"'
+        print(f"error: {error}; {advice}", file=sys.stderr)
         return 2
     return command.main(arguments)
 

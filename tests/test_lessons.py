@@ -3,6 +3,8 @@
 import contextlib
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -145,6 +147,16 @@ def test_students_see_no_solution(lesson):
 def test_no_cell_installs_or_leaves_python(lesson):
     code = [cell.source for cell in source_of(lesson).cells if cell.cell_type == "code"]
     assert not re.search(r"^\s*[%!]|\bpip\b|subprocess|os\.system", "\n".join(code), re.MULTILINE)
+
+
+@lessons
+def test_a_plain_installation_can_grade(lesson):
+    """The cell of imports needs neither IPython nor matplotlib."""
+    setup = source_of(lesson).cells[1].source
+    program = "import sys\nfor name in ('IPython', 'matplotlib', 'nbformat', 'jupytext'):\n"
+    program += f"    sys.modules[name] = None\n{setup}\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @lessons

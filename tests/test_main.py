@@ -143,6 +143,13 @@ def test_where_numba_does_not_load_the_doctor_is_recommended(arguments):
     assert len(done.stderr.splitlines()) == 1 and "fa2_numba doctor" in done.stderr
 
 
+def test_without_the_modules_of_notebooks_the_extra_is_named():
+    program = "import sys; sys.modules['nbformat'] = None; from fa2_numba.__main__ import main; "
+    command = [sys.executable, "-c", program + "raise SystemExit(main(['release', 'x']))"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "fa2_numba[notebooks]" in done.stderr
+
+
 # What it refuses, before any work.
 
 

@@ -22,7 +22,6 @@
 import math
 
 import numpy as np
-from IPython.display import display
 from numba import cuda, float32
 
 from fa2_numba import flash_attn_func
@@ -125,8 +124,10 @@ draw_films(films)
 # The same, one stop at a time:
 
 # %%
-for name, frames in films.items():
-    display(Film(name, frames))
+Film(SLICED_K, films[SLICED_K])
+
+# %%
+Film(SPLIT_Q, films[SPLIT_Q])
 
 # %% [markdown]
 # ## Understand
