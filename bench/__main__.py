@@ -8,6 +8,7 @@ COMMANDS = {
     "forward": "time the forward pass of the tensor-core rungs and their peers",
     "backward": "time the backward pass and its peers",
     "ladder": "time the CUDA-core rungs",
+    "whole_ladder": "time every rung and every peer in one run",
     "ceilings": "measure what the GPU reaches at best",
     "host_time": "measure what a call costs the host",
     "stamps": "record when and where blocks run",

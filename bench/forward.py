@@ -10,11 +10,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from tqdm import tqdm
@@ -87,7 +88,12 @@ def problems(quick: bool) -> list[Problem]:
     return [Problem(*sizes) for sizes in product(dtypes, HEAD_DIMS, seqlens, (False, True))]
 
 
-def contestants(inputs: tuple, causal: bool) -> dict[str, Callable[[], object]]:
+def contestants(
+    inputs: tuple,
+    causal: bool,
+    rungs: Sequence[str] = RUNGS,
+    backends: Mapping[str, str] = MappingProxyType(BACKENDS),
+) -> dict[str, Callable[[], object]]:
     """Name -> function that runs attention once and returns (batch, seqlen, heads, head_dim)."""
     torch = timing.import_torch()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,9 +109,9 @@ def contestants(inputs: tuple, causal: bool) -> dict[str, Callable[[], object]]:
         name: partial(
             flash_attn_func, *inputs, causal=causal, rung=name, out=torch.empty_like(inputs[0])
         )
-        for name in RUNGS
+        for name in rungs
     }
-    return ours | {name: partial(torch_backend, backend) for name, backend in BACKENDS.items()}
+    return ours | {name: partial(torch_backend, backend) for name, backend in backends.items()}
 
 
 def two_heads(x: object) -> np.ndarray:
@@ -126,7 +132,10 @@ def judge(out: object, samples: list[Sample]) -> Comparison:
 
 
 def check(
-    problem: Problem, runs: dict[str, Callable[[], object]], samples: list[Sample]
+    problem: Problem | str,
+    runs: dict[str, Callable[[], object]],
+    samples: list[Sample],
+    rungs: Sequence[str] = RUNGS,
 ) -> dict[str, Comparison]:
     """The verdicts on all that take this problem; a rung that is wrong ends the run."""
     verdicts = {}
@@ -134,13 +143,13 @@ def check(
         try:
             verdicts[name] = judge(run(), samples)
         except RuntimeError as error:
-            if name in RUNGS:
+            if name in rungs:
                 raise
             print(f"{name} does not take {problem}: {str(error).splitlines()[0]}")
             continue
         if not verdicts[name].passed:
             message = f"{name} is wrong on {problem}: {verdicts[name]}"
-            if name in RUNGS:
+            if name in rungs:
                 raise SystemExit(message)
             print(message)
     return verdicts

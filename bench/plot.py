@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.timing import results_file
+from fa2_numba.ladder import RUNGS
 from fa2_numba.lessons.figures import save_svg
 from fa2_numba.lessons.figures.style import (
     BLACK,
@@ -47,6 +48,8 @@ LOOKS = {
     "torch_efficient": (PURPLE, "P", "--"),
 }
 """Contestant -> colour, marker and dashes, the same in every picture."""
+PEER_COLOUR = "#999999"
+LADDER_SHAPE = "between"
 MIB = 2**20
 
 Drawn = tuple["Figure", dict[str, object]]
@@ -143,11 +146,52 @@ def draw_memory(result: dict) -> Drawn:
     return figure, numbers
 
 
+def draw_whole_ladder(result: dict) -> Drawn:
+    """A bar for every rung and every peer on one shape, without a mask and causal; log axis."""
+    records = [r for r in result["records"] if r["shape"] == LADDER_SHAPE]
+    names = list(dict.fromkeys(r["name"] for r in records))
+    peak = result["matmul_tflops"][DTYPE]
+    numbers: dict[str, object] = {"peak": peak}
+    with styled():
+        figure = new_figure((WIDTH_INCHES, 3.9))
+        # Fonts differ: long names need room.
+        figure.get_layout_engine().set(w_pad=0.12)
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, causal in zip(panels, (False, True), strict=True):
+            speeds = {r["name"]: r["tflops"] for r in records if r["causal"] == causal}
+            colours = [BLUE if name in RUNGS else PEER_COLOUR for name in names]
+            axes.barh(range(len(names)), [speeds[name] for name in names], color=colours)
+            for place, name in enumerate(names):
+                beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(f"{speeds[name]:.3g}", (speeds[name], place), fontsize=9, **beside)
+            axes.axvline(peak, color=BLACK, linestyle=":")
+            title = "causal" if causal else "no mask"
+            axes.set(xscale="log", xlim=(1, 2 * peak), ylim=(len(names) - 0.5, -0.5), title=title)
+            axes.set_xlabel("TFLOP/s")
+            axes.spines[["top", "right"]].set_visible(False)
+            numbers[title] = speeds
+        panels[0].set_yticks(range(len(names)), names)
+        one = records[0]
+        figure.suptitle(
+            f"Forward, {DTYPE}, {one['batch']} x {one['heads']} heads of {one['seqlen']} tokens, "
+            f"D = {one['head_dim']}, all in one run\n{_where(result)}"
+        )
+        patch = matplotlib_module("patches").Patch
+        line = matplotlib_module("lines").Line2D
+        meanings = ((BLUE, "rungs of this package"), (PEER_COLOUR, "peers"))
+        handles = [patch(facecolor=colour, label=label) for colour, label in meanings]
+        label = f"a large matrix product, {peak:.0f}"
+        handles.append(line([], [], color=BLACK, linestyle=":", label=label))
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure, numbers
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict], Drawn]]] = {
     "speed_forward": ("forward", lambda result: draw_speed(result, "forward")),
     "speed_backward": ("backward", lambda result: draw_speed(result, "backward")),
     "ladder": ("ladder", draw_ladder),
     "memory": ("train_gpt", draw_memory),
+    "whole_ladder": ("whole_ladder", draw_whole_ladder),
 }
 """Picture = name of its SVG file -> file of results that it shows, and what draws it."""
 

@@ -5,13 +5,46 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import backward_summary, forward_summary
-from bench.plot import FOLDER
+from bench.plot import DTYPE, FOLDER, LADDER_SHAPE
+from fa2_numba.ladder import RUNGS
+from fa2_numba.lessons.ladder_table import markdown_row
 
 PAGE = Path(__file__).parents[1] / "README.md"
-WRITERS = {"forward": forward_summary.write_table, "backward": backward_summary.write_table}
+MARKERS = "<!-- whole ladder: begin -->", "<!-- whole ladder: end -->"
+COLUMNS = (
+    "forward, float16",
+    "TFLOP/s",
+    "over `standard`",
+    "of torch's FlashAttention-2",
+    "of cuDNN",
+)
+"""The last column is the share of a large matrix product, whose rate its head names."""
+
+
+def ladder_table(result: dict) -> str:
+    """Every rung on one shape without a mask: its speed, and ratios within the run."""
+    chosen = [r for r in result["records"] if r["shape"] == LADDER_SHAPE and not r["causal"]]
+    speeds = {r["name"]: r["tflops"] for r in chosen}
+    peak = result["matmul_tflops"][DTYPE]
+    head = (*COLUMNS, f"of a matrix product ({peak:.0f} TFLOP/s)")
+    rows = [head, ("---", *["--:"] * (len(head) - 1))]
+    for name in RUNGS:
+        speed = speeds[name]
+        ratios = [speed / speeds[other] for other in ("standard", "torch_flash", "torch_cudnn")]
+        cells = f"{speed:.3g}", *(f"{ratio:.3g}" for ratio in ratios), f"{speed / peak:.1%}"
+        rows.append((f"`{name}`", *cells))
+    return "\n".join(map(markdown_row, rows))
+
+
+WRITERS = {
+    "whole_ladder": partial(forward_summary.write_table, table_of=ladder_table, markers=MARKERS),
+    "forward": forward_summary.write_table,
+    "backward": backward_summary.write_table,
+}
 """File of results -> what writes its table between its markers."""
 
 

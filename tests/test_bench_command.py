@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import ceilings, plot, roofline, table, timing
+from bench import ceilings, plot, roofline, table, timing, whole_ladder
 from bench.__main__ import COMMANDS, main
+from bench.forward import BACKENDS
+from bench.ladder import SHAPES
 from bench.records import Key, changes, read_results
 from fa2_numba.ladder import RUNGS
 from fa2_numba.lessons.figures import read_numbers
@@ -164,6 +167,42 @@ def test_the_committed_roofline_shows_the_committed_numbers():
     assert set(fresh["rungs"]) == set(RUNGS)
     for dtype, _, tflops in fresh["rungs"].values():
         assert 0 < tflops < fresh["matmul_tflops"][dtype]
+
+
+def test_the_ladder_s_table_has_the_ratios_of_one_run():
+    result = json.loads((RESULTS / "whole_ladder.json").read_text())
+    shape = {"shape": "between", "causal": False}
+    tflops = {
+        r["name"]: r["tflops"]
+        for r in result["records"]
+        if {field: r[field] for field in shape} == shape
+    }
+    rows = table.ladder_table(result).splitlines()
+    assert "of a matrix product (771 TFLOP/s)" in rows[0] and len(rows) == 2 + len(RUNGS)
+    ours, flash, cudnn = (
+        tflops[name] for name in ("fa2_tensor_core", "torch_flash", "torch_cudnn")
+    )
+    ratios = f"{ours / tflops['standard']:.3g} | {ours / flash:.3g} | {ours / cudnn:.3g}"
+    share = ours / result["matmul_tflops"]["float16"]
+    assert rows[-1] == f"| `fa2_tensor_core` | {ours:.3g} | {ratios} | {share:.1%} |"
+
+
+def test_the_whole_ladder_has_every_rung_on_every_shape_and_names_what_is_missing():
+    result = json.loads((RESULTS / "whole_ladder.json").read_text())
+    peers = {*BACKENDS, *whole_ladder.MATH, *whole_ladder.OPTIONAL} - {*result["not_installed"]}
+    found = {(r["shape"], r["causal"], r["name"]) for r in result["records"]}
+    assert found == set(product(SHAPES, (False, True), {*RUNGS, *peers}))
+    assert all(r["max_error"] <= r["allowed_error"] for r in result["records"])
+
+
+@pytest.mark.gpu
+def test_the_whole_ladder_is_measured(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(whole_ladder, "SHAPES", {"small": (1, 2, 256, 64)})
+    monkeypatch.setattr(whole_ladder, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 1.0))
+    assert main(["whole_ladder", "--out", str(tmp_path / "w.json")]) == 0
+    result = json.loads((tmp_path / "w.json").read_text())
+    assert {r["name"] for r in result["records"]} >= {*RUNGS, "torch_flash", "torch_math"}
 
 
 def test_a_roofline_without_ceilings_is_refused(tmp_path, capsys):
