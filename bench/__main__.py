@@ -3,30 +3,30 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 COMMANDS = {
-    "forward": "time the forward pass of the tensor-core rungs and their peers",
-    "backward": "time the backward pass and its peers",
-    "ladder": "time the CUDA-core rungs",
-    "whole_ladder": "time every rung and every peer in one run",
+    "run": "time every rung and its peers: forward, backward and both",
+    "ladder": "time the CUDA-core rungs in float32",
     "ceilings": "measure what the GPU reaches at best",
     "host_time": "measure what a call costs the host",
     "stamps": "record when and where blocks run",
-    "counters": "let Nsight Compute count what kernels do",
+    "ncu": "let Nsight Compute count what kernels do",
     "train_gpt": "train a small GPT with three attentions",
     "compare": "say what became faster or slower between two files",
     "plot": "draw the recorded results as SVG files",
     "roofline": "draw every rung below what the GPU reaches",
     "table": "write the README's tables from the recorded results",
 }
-"""Command = module whose `main(argv)` runs it."""
+MODULES = {"ncu": "counters"}
+"""Command -> the module whose `main(argv)` runs it, where that has another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in COMMANDS:
-        return import_module(f"bench.{arguments[0]}").main(arguments[1:]) or 0
+        return _module(arguments[0]).main(arguments[1:]) or 0
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
     usage = "\n".join(["usage: python -m bench COMMAND ...", *lines])
     if arguments in (["-h"], ["--help"]):
@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = f"no command {arguments[0]!r}" if arguments else "no command"
     print(f"error: {wrong}: must be one of {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"bench.{MODULES.get(command, command)}")
 
 
 if __name__ == "__main__":

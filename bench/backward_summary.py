@@ -1,17 +1,14 @@
-"""What the records of `bench.backward` say, in the terms of `bench.forward_summary`."""
+"""What records of the backward pass say, in the terms of `bench.forward_summary`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from bench import forward_summary
+from bench.contestants import DETERMINISTIC, OURS
 from bench.forward_summary import (
     CUDNN,
     FLASH,
-    LEAST_SEQLEN,
     MEAN_HEAD_DIMS,
-    OURS,
     TABLE_DTYPE,
     TABLE_SEQLENS,
     TEXT_COLUMNS,
@@ -25,8 +22,6 @@ from bench.forward_summary import (
 )
 from fa2_numba.lessons.ladder_table import markdown_row
 
-DETERMINISTIC = f"{OURS}_deterministic"
-MARKERS = "<!-- backward times: begin -->", "<!-- backward times: end -->"
 COLUMNS = (
     "head dim",
     "mask",
@@ -84,31 +79,6 @@ def _summary(records: list[dict], dtype: str, peak: float) -> Summary:
     )
 
 
-def describe(result: dict) -> str:
-    """The summaries as lines."""
-    dims = " and ".join(map(str, MEAN_HEAD_DIMS))
-    text = []
-    for dtype, s in summarize(result).items():
-        text += [
-            f"{dtype}, backward: {OURS} is so many times as fast as",
-            f"  {FLASH}: {s.over_flash:.3f} (geometric mean of head dims {dims})",
-            *(
-                f"    head dim {d}: {value:.3f}; from {LEAST_SEQLEN} tokens on at least "
-                f"{s.lowest_over_flash[d]}"
-                for d, value in s.by_head_dim.items()
-            ),
-        ]
-        if s.over_cudnn is not None:
-            text.append(f"  {CUDNN}: {s.over_cudnn:.3f}")
-        text += [
-            f"  deterministic: {s.deterministic_cost:.3f} times as long; at most "
-            f"{s.most_deterministic_cost}",
-            f"  a matrix product of {result['matmul_tflops'][dtype]:.0f} TFLOP/s: at most "
-            f"{s.of_matmul:.0%}",
-        ]
-    return "\n".join(text)
-
-
 def markdown_table(result: dict) -> str:
     """What the README shows of a result file: a table of float16, and the means of all dtypes."""
     rule = ("---:" if i >= TEXT_COLUMNS else "---" for i in range(len(COLUMNS)))
@@ -149,7 +119,3 @@ def _means(result: dict) -> list[str]:
             f"  The deterministic call takes {s.deterministic_cost:.2f} times as long.",
         ]
     return text
-
-
-write_table = partial(forward_summary.write_table, table_of=markdown_table, markers=MARKERS)
-"""Put the table of a result file between the markers of a page."""

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from bench import timing
-from bench.forward import MATMUL_SIZE
-from bench.ladder import take_times
 
 COPY_BYTES = 2**32
 """Of the array that is copied: many times what the caches hold."""
@@ -28,22 +26,13 @@ def copy_terabytes() -> dict[str, float]:
     torch = timing.import_torch()
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    ms = take_times({"copy": partial(target.copy_, source)}, timing.time_once)["copy"]
-    return _rates(ms, 2 * COPY_BYTES / 1e9)
+    run = partial(target.copy_, source)
+    ms = timing.take_times({"copy": run}, timing.time_once)["copy"]
+    return _spread([2 * COPY_BYTES / 1e9 / one for one in ms])
 
 
-def matmul_tflops(dtype: str) -> dict[str, float]:
-    """TFLOP/s of torch's product of two matrices of random numbers."""
-    torch = timing.import_torch()
-    sizes = MATMUL_SIZE, MATMUL_SIZE
-    a, b, out = (torch.randn(sizes, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
-    ms = take_times({"matmul": partial(torch.matmul, a, b, out=out)}, timing.time_once)["matmul"]
-    return _rates(ms, 2 * MATMUL_SIZE**3 / 1e9)
-
-
-def _rates(ms: Sequence[float], work: float) -> dict[str, float]:
-    """The median rate, the lowest and the highest, of work in 10**9 units."""
-    rates = [work / one for one in ms]
+def _spread(rates: Sequence[float]) -> dict[str, float]:
+    """The median rate, the lowest and the highest."""
     return {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
 
 
@@ -56,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = options.out or timing.results_file(about["gpu"], "ceilings.json")
     found = {
         "copy_terabytes": copy_terabytes(),
-        "matmul_tflops": {dtype: matmul_tflops(dtype) for dtype in DTYPES},
+        "matmul_tflops": {dtype: _spread(timing.matmul_rates(dtype)) for dtype in DTYPES},
         "clocks": timing.clocks(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,15 @@
-"""What the records of `bench.forward` say: ratios of times, as lines and as the README's table."""
+"""What records of the forward pass say: ratios of times, and the README's table of them."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from fa2_numba.lessons.ladder_table import markdown_row, replace_between_markers, write_whole
+from bench.contestants import OURS
+from fa2_numba.lessons.ladder_table import markdown_row
 
-OURS, BASELINE = "fa2_tensor_core", "fa1_tensor_core"
+BASELINE = "fa1_tensor_core"
 FLASH, CUDNN = "torch_flash", "torch_cudnn"
 MEAN_HEAD_DIMS = (64, 128)
 """The head dims that most models have, and the means are over."""
@@ -20,7 +19,6 @@ LONG_SEQLEN = 4096
 """From here on a head is long, and FlashAttention-1 has few blocks."""
 TABLE_DTYPE = "float16"
 TABLE_SEQLENS = (1024, 4096, 16384)
-BEGIN, END = "<!-- tensor-core times: begin -->", "<!-- tensor-core times: end -->"
 COLUMNS = (
     "head dim",
     "mask",
@@ -121,30 +119,9 @@ def value_of(ratio: Ratio) -> float:
     return ratio.value
 
 
-def mean(found: list[Ratio]) -> float:
+def mean(found: Iterable[Ratio | float]) -> float:
     """The geometric mean."""
-    return statistics.geometric_mean(map(value_of, found))
-
-
-def describe(result: dict) -> str:
-    """The summaries as lines."""
-    text = []
-    for dtype, s in summarize(result).items():
-        dims = " and ".join(map(str, MEAN_HEAD_DIMS))
-        text += [
-            f"{dtype}: {OURS} is so many times as fast as",
-            f"  {FLASH}: {s.over_flash:.3f} (geometric mean of head dims {dims}); lowest from "
-            f"{LEAST_SEQLEN} tokens on",
-            *(f"    {ratio}" for ratio in s.lowest_over_flash.values()),
-            f"  {BASELINE} from {LONG_SEQLEN} tokens on: {s.over_fa1:.2f}; lowest "
-            f"{s.lowest_over_fa1}",
-        ]
-        if s.over_cudnn is not None:
-            text.append(f"  {CUDNN}: {s.over_cudnn:.3f}")
-        shares = ", ".join(f"{share:.0%} at head dim {d}" for d, share in s.of_matmul.items())
-        peak = result["matmul_tflops"][dtype]
-        text.append(f"  a matrix product of {peak:.0f} TFLOP/s: at most {shares}")
-    return "\n".join(text)
+    return statistics.geometric_mean(getattr(one, "value", one) for one in found)
 
 
 def markdown_table(result: dict) -> str:
@@ -194,15 +171,3 @@ def _means(result: dict) -> list[str]:
             "times."
         )
     return text
-
-
-def write_table(
-    record: Path,
-    page: Path,
-    table_of: Callable[[dict], str] = markdown_table,
-    markers: tuple[str, str] = (BEGIN, END),
-) -> None:
-    """Put the table of a result file between the markers of a page."""
-    table = table_of(json.loads(record.read_text(encoding="utf-8")))
-    text = page.read_text(encoding="utf-8")
-    write_whole(page, replace_between_markers(text, table, *markers))

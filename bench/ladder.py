@@ -14,22 +14,16 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import timing
+from bench.problems import FORWARD, LADDER, LADDER_SHAPES, Problem
+from bench.records import record_of
 from fa2_numba.ladder import cuda_core_rungs
 from fa2_numba.reference import attention_forward, attention_forward_same_precision
 from fa2_numba.testing import Comparison, compare
 
-WARM_UPS = 3
-ROUNDS = 9
-SLOW_MS = 1000.0
-"""A rung that takes longer is timed SLOW_ROUNDS times, without warm-ups after the check."""
-SLOW_ROUNDS = 3
+SLOW_MS, SLOW_ROUNDS = 1000.0, 3
 CHECKED_ROWS = 128
-# name -> batch, heads, seqlen, head_dim
-SHAPES = {
-    "few heads, long": (1, 4, 16384, 64),
-    "between": (4, 32, 2048, 64),
-    "many heads, short": (16, 32, 512, 64),
-}
+SHAPES = {label: (*sizes, 64) for label, sizes in LADDER_SHAPES.items()}
+"""Name -> batch, heads, seqlen, head_dim."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +82,6 @@ def check(prepared: timing.Prepared, samples: list[Sample]) -> Comparison:
     return max(verdicts, key=lambda verdict: verdict.error / verdict.allowed)
 
 
-def take_times(
-    runs: dict[str, Callable[[], object]],
-    time_once: Callable[[Callable[[], object]], float],
-    slow_ms: float = SLOW_MS,
-    slow_rounds: int = SLOW_ROUNDS,
-) -> dict[str, list[float]]:
-    """Milliseconds of each: in turns, so that drift hits all alike; slow ones less often."""
-    times = {name: [time_once(run)] for name, run in runs.items()}
-    for name, run in runs.items():
-        if times[name][0] < slow_ms:
-            for _ in range(WARM_UPS):
-                run()
-            times[name] = []
-    for number in range(ROUNDS):
-        for name, run in runs.items():
-            slow = times[name] and times[name][0] >= slow_ms
-            if not slow or number < slow_rounds - 1:
-                times[name].append(time_once(run))
-    return times
-
-
 def measure(
     label: str,
     inputs: tuple,
@@ -124,12 +97,12 @@ def measure(
         prepared.run()
         verdicts[name] = check(prepared, samples)
         runs[name] = prepared.run
-    times = take_times(runs, time_once)
+    times = timing.take_times(runs, time_once, SLOW_MS, SLOW_ROUNDS)
     batch, seqlen, heads, head_dim = inputs[0].shape
-    problem = batch, heads, seqlen, head_dim
+    sizes = batch, heads, heads, seqlen, seqlen, head_dim
+    problem = Problem(LADDER, "float32", *sizes, causal)
     return [
-        timing.forward_record(name, problem, "float32", causal, ms, verdicts[name])
-        | {"shape": label, "rounds": len(ms)}
+        record_of(name, FORWARD, problem, ms, verdicts[name]) | {"shape": label}
         for name, ms in times.items()
     ]
 

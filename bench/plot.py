@@ -9,9 +9,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.problems import BACKWARD, BOTH, DIRECTIONS, FORWARD, LADDER, LADDER_SHAPES
+from bench.records import part
 from bench.timing import results_file
 from fa2_numba.ladder import RUNGS
 from fa2_numba.lessons.figures import save_svg
@@ -50,6 +53,11 @@ LOOKS = {
 """Contestant -> colour, marker and dashes, the same in every picture."""
 PEER_COLOUR = "#999999"
 LADDER_SHAPE = "between"
+TITLES = {
+    FORWARD: "Forward pass",
+    BACKWARD: "Backward pass",
+    BOTH: "Forward and backward pass",
+}
 MIB = 2**20
 
 Drawn = tuple["Figure", dict[str, object]]
@@ -58,7 +66,7 @@ Drawn = tuple["Figure", dict[str, object]]
 
 def draw_speed(result: dict, direction: str) -> Drawn:
     """TFLOP/s over N, without a mask and causal, for each head dim; at the right, of the peak."""
-    records = [r for r in result["records"] if r["dtype"] == DTYPE and r["direction"] == direction]
+    records = [r for r in part(result, direction)["records"] if _fits_in(r)]
     dims = sorted({r["head_dim"] for r in records})
     peak = result["matmul_tflops"][DTYPE]
     numbers: dict[str, object] = {"peak": peak}
@@ -80,7 +88,7 @@ def draw_speed(result: dict, direction: str) -> Drawn:
             axes.set_ylabel("TFLOP/s")
         panels[0, 0].set_ylim(bottom=0)
         figure.suptitle(
-            f"{direction.capitalize()} pass, {DTYPE}, 16k tokens in sequences of N, heads of 2048 "
+            f"{TITLES[direction]}, {DTYPE}, 16k tokens in sequences of N, heads of 2048 "
             f"columns in all\n{_where(result)}; right: share of a large matrix product "
             f"({peak:.0f} TFLOP/s)"
         )
@@ -148,7 +156,7 @@ def draw_memory(result: dict) -> Drawn:
 
 def draw_whole_ladder(result: dict) -> Drawn:
     """A bar for every rung and every peer on one shape, without a mask and causal; log axis."""
-    records = [r for r in result["records"] if r["shape"] == LADDER_SHAPE]
+    records = on_ladder_shape(result)
     names = list(dict.fromkeys(r["name"] for r in records))
     peak = result["matmul_tflops"][DTYPE]
     numbers: dict[str, object] = {"peak": peak}
@@ -186,12 +194,26 @@ def draw_whole_ladder(result: dict) -> Drawn:
     return figure, numbers
 
 
+def on_ladder_shape(result: dict) -> list[dict]:
+    """The records of the forward pass of all rungs, on the shape that is shown of them."""
+    sizes = dict(zip(("batch", "heads", "seqlen"), LADDER_SHAPES[LADDER_SHAPE], strict=True))
+    records = part(result, FORWARD, LADDER)["records"]
+    return [r for r in records if sizes.items() <= r.items()]
+
+
+def _fits_in(record: dict) -> bool:
+    """The plain formula and its like are lines at the bottom: ratios tell of them."""
+    return record["dtype"] == DTYPE and record["name"] in LOOKS
+
+
 PICTURES: dict[str, tuple[str, Callable[[dict], Drawn]]] = {
-    "speed_forward": ("forward", lambda result: draw_speed(result, "forward")),
-    "speed_backward": ("backward", lambda result: draw_speed(result, "backward")),
+    **{
+        f"speed_{direction}": ("run", partial(draw_speed, direction=direction))
+        for direction in DIRECTIONS
+    },
     "ladder": ("ladder", draw_ladder),
     "memory": ("train_gpt", draw_memory),
-    "whole_ladder": ("whole_ladder", draw_whole_ladder),
+    "whole_ladder": ("run", draw_whole_ladder),
 }
 """Picture = name of its SVG file -> file of results that it shows, and what draws it."""
 

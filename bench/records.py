@@ -1,12 +1,42 @@
-"""Files of records: read, and held against each other problem by problem."""
+"""Files of records: made, read, and held against each other problem by problem."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from bench.problems import PAPER, Problem
+from fa2_numba.testing import Comparison
+
+
+def record_of(
+    name: str, direction: str, problem: Problem, ms: Sequence[float], verdict: Comparison
+) -> dict[str, object]:
+    """What the files say of one contestant on one problem; ms: of each run."""
+    median = statistics.median(ms)
+    return {
+        "name": name,
+        "direction": direction,
+        **problem.fields,
+        "ms": median,
+        "ms_min": min(ms),
+        "ms_max": max(ms),
+        "rounds": len(ms),
+        "tflops": problem.flops(direction) / median / 1e9,
+        "max_error": verdict.error,
+        "allowed_error": verdict.allowed,
+    }
+
+
+def part(result: dict, direction: str, group: str = PAPER) -> dict:
+    """A result file with the records of one direction and group alone."""
+    wanted = {"direction": direction, "group": group}
+    records = [r for r in result["records"] if all(r[k] == value for k, value in wanted.items())]
+    return {**result, "records": records}
 
 
 class Key(NamedTuple):

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench.plot import FOLDER
+from bench.problems import FORWARD
+from bench.records import part
 from fa2_numba.ladder import RUNGS
 from fa2_numba.lessons.figures import save_svg
 from fa2_numba.lessons.figures.style import (
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 SEQLEN, HEAD_DIM = 2048, 64
 COLOURS = {"float32": VERMILION, "float16": BLUE}
 LABELLED_LEFT = ("fa1_sliced_k",)
-SOURCES = {"ladder": "float32", "forward": "float16"}
+SOURCES = {"ladder": "float32", "run": "float16"}
 """File of results -> dtype of its records that are drawn."""
 
 
@@ -57,7 +59,8 @@ def dots(results: dict[str, dict]) -> list[Dot]:
     """Every rung of this package without a mask, from the file that has measured it."""
     found = []
     for source, dtype in SOURCES.items():
-        for record in results[source]["records"]:
+        of_paper = part(results[source], FORWARD) if source == "run" else results[source]
+        for record in of_paper["records"]:
             problem = record["dtype"], record["seqlen"], record["head_dim"], record["causal"]
             if record["name"] in RUNGS and problem == (dtype, SEQLEN, HEAD_DIM, False):
                 flops_a_byte = intensity(record["name"], SEQLEN, HEAD_DIM, dtype)
@@ -66,7 +69,7 @@ def dots(results: dict[str, dict]) -> list[Dot]:
 
 
 def draw(results: dict[str, dict]) -> tuple[Figure, dict[str, object]]:
-    """The roofline of `ceilings` with the rungs of `ladder` and `forward`, and its numbers."""
+    """The roofline of `ceilings` with the rungs of `ladder` and `run`, and its numbers."""
     ceilings, found = results["ceilings"], dots(results)
     slope = ceilings["copy_terabytes"]["median"]
     roofs = {dtype: ceilings["matmul_tflops"][dtype]["median"] for dtype in COLOURS}
@@ -87,7 +90,7 @@ def draw(results: dict[str, dict]) -> tuple[Figure, dict[str, object]]:
         axes.set_title(
             f"Forward, N = {SEQLEN}, D = {HEAD_DIM}, no mask. {ceilings['gpu']}, driver "
             f"{ceilings['driver']}\nfloat32 measured {results['ladder']['date']}, float16 "
-            f"{results['forward']['date']}, lines {ceilings['date']}"
+            f"{results['run']['date']}, lines {ceilings['date']}"
         )
     numbers = {
         "copy_terabytes": slope,

@@ -1,21 +1,24 @@
-"""`python -m bench table`: write the README's tables of times from the recorded results."""
+"""`python -m bench table`: write the README's tables of times from the recorded run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from bench import backward_summary, forward_summary
-from bench.plot import DTYPE, FOLDER, LADDER_SHAPE
+from bench.contestants import OURS
+from bench.plot import DTYPE, FOLDER, on_ladder_shape
+from bench.problems import BACKWARD, DECODE, FEW_HEADS, FORWARD, GROUPED
+from bench.records import part
+from bench.summary import problem_of
 from fa2_numba.ladder import RUNGS
-from fa2_numba.lessons.ladder_table import markdown_row
+from fa2_numba.lessons.ladder_table import markdown_row, replace_between_markers, write_whole
 
 PAGE = Path(__file__).parents[1] / "README.md"
-MARKERS = "<!-- whole ladder: begin -->", "<!-- whole ladder: end -->"
-COLUMNS = (
+LADDER_COLUMNS = (
     "forward, float16",
     "TFLOP/s",
     "over `standard`",
@@ -23,14 +26,28 @@ COLUMNS = (
     "of cuDNN",
 )
 """The last column is the share of a large matrix product, whose rate its head names."""
+OTHER_COLUMNS = (
+    "problem",
+    f"`{OURS}` ms",
+    "of torch's FlashAttention-2",
+    "of cuDNN",
+    "of torch's plain formula",
+)
+OTHER_PEERS = ("torch_flash", "torch_cudnn", "torch_math")
+OTHER_PARTS = (
+    (FEW_HEADS, FORWARD),
+    (FEW_HEADS, BACKWARD),
+    (GROUPED, FORWARD),
+    (GROUPED, BACKWARD),
+    (DECODE, FORWARD),
+)
 
 
 def ladder_table(result: dict) -> str:
     """Every rung on one shape without a mask: its speed, and ratios within the run."""
-    chosen = [r for r in result["records"] if r["shape"] == LADDER_SHAPE and not r["causal"]]
-    speeds = {r["name"]: r["tflops"] for r in chosen}
+    speeds = {r["name"]: r["tflops"] for r in on_ladder_shape(result) if not r["causal"]}
     peak = result["matmul_tflops"][DTYPE]
-    head = (*COLUMNS, f"of a matrix product ({peak:.0f} TFLOP/s)")
+    head = (*LADDER_COLUMNS, f"of a matrix product ({peak:.0f} TFLOP/s)")
     rows = [head, ("---", *["--:"] * (len(head) - 1))]
     for name in RUNGS:
         speed = speeds[name]
@@ -40,12 +57,34 @@ def ladder_table(result: dict) -> str:
     return "\n".join(map(markdown_row, rows))
 
 
-WRITERS = {
-    "whole_ladder": partial(forward_summary.write_table, table_of=ladder_table, markers=MARKERS),
-    "forward": forward_summary.write_table,
-    "backward": backward_summary.write_table,
+def other_table(result: dict) -> str:
+    """The shapes outside the paper's grid: few heads, decoding, shared heads of K and V."""
+    rows = [OTHER_COLUMNS, ("---", *["--:"] * (len(OTHER_COLUMNS) - 1))]
+    for group, direction in OTHER_PARTS:
+        records = part(result, direction, group)["records"]
+        ms = {(r["name"], problem_of(r)): r["ms"] for r in records}
+        for problem in [problem_of(r) for r in records if r["name"] == OURS]:
+            ours = ms[OURS, problem]
+            ratios = [ms.get((other, problem), None) for other in OTHER_PEERS]
+            shown = ("" if peer is None else f"{peer / ours:.2f}" for peer in ratios)
+            rows.append((problem, f"{ours:.3g}", *shown))
+    return "\n".join(map(markdown_row, rows))
+
+
+TABLES = {
+    "whole ladder": ladder_table,
+    "tensor-core times": lambda result: forward_summary.markdown_table(part(result, FORWARD)),
+    "backward times": lambda result: backward_summary.markdown_table(part(result, BACKWARD)),
+    "other shapes": other_table,
 }
-"""File of results -> what writes its table between its markers."""
+"""What stands in a table's markers -> the table of a run."""
+
+
+def write_table(name: str, result: dict, page: Path) -> None:
+    """Put one table between its markers of a page; ValueError where it has none."""
+    markers = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = page.read_text(encoding="utf-8")
+    write_whole(page, replace_between_markers(text, TABLES[name](result), *markers))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,14 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("page", type=Path, nargs="?", default=PAGE, help="default: the README")
     option("--folder", type=Path, default=FOLDER, help="of the results; default: the H200's")
     options = parser.parse_args(argv)
-    for name, write in WRITERS.items():
-        file = options.folder / f"{name}.json"
-        try:
-            write(file, options.page)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            print(f"error: {file} into {options.page}: {error}", file=sys.stderr)
-            return 2
-        print(f"{options.page}: {name}")
+    file = options.folder / "run.json"
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        for name in TABLES:
+            write_table(name, result, options.page)
+            print(f"{options.page}: {name}")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        print(f"error: {file} into {options.page}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -9,10 +9,13 @@ import math
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
 
@@ -24,12 +27,18 @@ from fa2_numba.config import TileConfig
 from fa2_numba.ladder import RUNGS, tiles_for
 from fa2_numba.launch import ForwardTensors, GpuMachine, KernelLaunch, SimulatorMachine
 from fa2_numba.staging import stage
-from fa2_numba.testing import Comparison
 
 SLEEP_CYCLES = (2_000_000, 20_000_000)
 """How long the GPU waits for the host's launches, about a millisecond; then once more, longer."""
-BACKWARD_OVER_FORWARD = 2.5
-"""Matrix products of the backward pass (five, one of them S again) over those of the forward."""
+FLUSH_BYTES = 2**28
+"""Written before each timed run, several times what an L2 cache holds."""
+WARM_UPS = 3
+ROUNDS = 9
+SLOW_MS, SLOW_ROUNDS = 20.0, 5
+"""What takes longer is timed less often, without warm-ups."""
+HOST_ROUNDS = 5
+MATMUL_SIZE = 8192
+VERSIONS = ("numba", "numba-cuda", "numpy", "torch", "cupy")
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw")
 
 
@@ -101,18 +110,45 @@ def random_inputs(
     return tuple(torch.randn(sizes, dtype=kind, device="cuda") for _ in range(3))
 
 
+def device() -> str:
+    """Where arrays are made."""
+    return "cuda"
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done all it was given."""
+    import_torch().cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Give back what torch and CuPy keep, so that each finds what the other has freed."""
+    import_torch().cuda.empty_cache()
+    if cupy := sys.modules.get("cupy"):
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 def gpu_machine() -> GpuMachine:
     """torch's current GPU and stream, on which kernels and events stand in one queue."""
     torch = import_torch()
     return GpuMachine(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
 
 
+@cache
+def _flushed() -> object:
+    torch = import_torch()
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
 def time_once(run: Callable[[], object]) -> float:
-    """Milliseconds on the GPU, the host's part hidden behind a waiting kernel."""
+    """Milliseconds on the GPU, its L2 cache without the inputs, the host's part hidden.
+
+    The GPU first writes other memory, then waits; by the time it has waited the host has launched.
+    """
     import torch
 
     for cycles in SLEEP_CYCLES:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _flushed().zero_()
         torch.cuda._sleep(cycles)
         start.record()
         run()
@@ -124,50 +160,53 @@ def time_once(run: Callable[[], object]) -> float:
     raise SystemExit("error: the GPU has waited, and the host had not launched all the same")
 
 
-def forward_flops(batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> float:
-    """Operations of the two matrix products, half of them if causal."""
-    return 4 * batch * heads * seqlen**2 * head_dim / (2 if causal else 1)
+def host_microseconds(run: Callable[[], object]) -> float:
+    """What a call costs the host, the median; the GPU has something else to do meanwhile."""
+    import torch
+
+    times = []
+    for _ in range(HOST_ROUNDS):
+        torch.cuda._sleep(SLEEP_CYCLES[0])
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+    return statistics.median(times)
 
 
-def forward_record(
-    name: str,
-    problem: tuple[int, int, int, int],
-    dtype: str,
-    causal: bool,
-    ms: list[float],
-    verdict: Comparison,
-) -> dict:
-    """What the result files say of one contestant on (batch, heads, seqlen, head_dim)."""
-    batch, heads, seqlen, head_dim = problem
-    return {
-        "name": name,
-        "direction": "forward",
-        "dtype": dtype,
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": heads,
-        "seqlen": seqlen,
-        "seqlen_k": seqlen,
-        "head_dim": head_dim,
-        "causal": causal,
-        **summary(ms, forward_flops(*problem, causal)),
-        "max_error": verdict.error,
-        "allowed_error": verdict.allowed,
-    }
+def take_times(
+    runs: dict[str, Callable[[], object]],
+    time_once: Callable[[Callable[[], object]], float],
+    slow_ms: float = SLOW_MS,
+    slow_rounds: int = SLOW_ROUNDS,
+) -> dict[str, list[float]]:
+    """Milliseconds of each: in turns, so that drift hits all alike; slow ones less often."""
+    times = {name: [time_once(run)] for name, run in runs.items()}
+    for name, run in runs.items():
+        if times[name][0] < slow_ms:
+            for _ in range(WARM_UPS):
+                run()
+            times[name] = []
+    for number in range(ROUNDS):
+        for name, run in runs.items():
+            slow = times[name] and times[name][0] >= slow_ms
+            if not slow or number < slow_rounds - 1:
+                times[name].append(time_once(run))
+    return times
 
 
-def backward_record(
-    name: str,
-    problem: tuple[int, int, int, int],
-    dtype: str,
-    causal: bool,
-    ms: list[float],
-    verdict: Comparison,
-) -> dict:
-    """What the result files say of one contestant's backward pass, in the same words."""
-    flops = BACKWARD_OVER_FORWARD * forward_flops(*problem, causal)
-    record = forward_record(name, problem, dtype, causal, ms, verdict)
-    return record | {"direction": "backward", **summary(ms, flops)}
+def matmul_tflops(dtypes: Sequence[str]) -> dict[str, float]:
+    """TFLOP/s of torch's product of two large square matrices, dtype by dtype."""
+    return {dtype: statistics.median(matmul_rates(dtype)) for dtype in dtypes}
+
+
+def matmul_rates(dtype: str) -> list[float]:
+    """The same of one dtype, run by run."""
+    torch = import_torch()
+    sizes = MATMUL_SIZE, MATMUL_SIZE
+    a, b, out = (torch.randn(sizes, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
+    ms = take_times({"matmul": partial(torch.matmul, a, b, out=out)}, time_once)["matmul"]
+    return [2 * MATMUL_SIZE**3 / 1e9 / one for one in ms]
 
 
 def summary(ms: list[float], flops: float) -> dict[str, float]:
@@ -199,14 +238,16 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name(),
         "driver": driver[0] if driver else None,
         "driver_cuda": ".".join(map(str, cuda.cudadrv.driver.driver.get_version())),
-        "versions": {name: _version(name) for name in ("numba", "numba-cuda", "numpy", "torch")},
+        "versions": {name: _version(name) for name in VERSIONS},
         "date": date.today().isoformat(),
     }
 
 
 def _version(package: str) -> str | None:
+    """Of a distribution, or of the one that brings a module of that name, as CuPy's do."""
+    names = packages_distributions().get(package, [package])
     try:
-        return version(package)
+        return version(names[0])
     except PackageNotFoundError:
         return None
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bench import timing
-from bench.forward import matmul_tflops
 from bench.gpt.summary import FLASH, OURS, describe, draw, summarize, title
 
 if TYPE_CHECKING:
@@ -242,7 +241,7 @@ def with_mfu(run: dict, setup: Setup, peaks: dict[str, float | None]) -> dict:
 def peaks_of(gpu: str) -> dict[str, float | None]:
     """TFLOP/s that a training step is measured against: a product timed here, the data sheet."""
     spec = [tflops for name, tflops in SPEC_TFLOPS.items() if name in gpu]
-    return {"matmul": matmul_tflops([DTYPE])[DTYPE], "spec": spec[0] if spec else None}
+    return {"matmul": timing.matmul_tflops([DTYPE])[DTYPE], "spec": spec[0] if spec else None}
 
 
 def run_all(setup: Setup, device: str, memory_seqlens: Sequence[int]) -> dict:

@@ -1,6 +1,7 @@
 """The bench scripts as far as they go without a GPU, and the results they have left."""
 
 import doctest
+import itertools
 import json
 import re
 import subprocess
@@ -14,9 +15,22 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from bench import comparison, counters, forward, forward_summary, ladder, stamps, timing
+from bench import (
+    backward_summary,
+    comparison,
+    counters,
+    forward_summary,
+    ladder,
+    problems,
+    stamps,
+    timing,
+)
+from bench.contestants import DETERMINISTIC, OURS
+from bench.records import part
+from bench.table import write_table
 from fa2_numba.arrays import DTYPES
 from fa2_numba.config import TileConfig
+from fa2_numba.ladder import RUNGS as ALL_RUNGS
 from fa2_numba.ladder import cuda_core_rungs
 from fa2_numba.launch import SimulatorMachine
 from fa2_numba.lessons.draw import TIMELINE_RUNGS
@@ -28,8 +42,9 @@ from fa2_numba.traffic import predict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
-SCRIPTS = ("forward", "ladder", "counters", "stamps", "host_time")
+SCRIPTS = ("run", "ladder", "counters", "stamps", "host_time")
 RUNGS = cuda_core_rungs()
+FIELDS = list(problems.problems()[0].fields)
 
 
 def host_inputs(batch=1, heads=2, seqlen=16, head_dim=16, dtype="float32"):
@@ -107,17 +122,17 @@ def test_slow_rungs_are_timed_less_often():
         run()
         return 1500.0 if run is runs["slow"] else 2.0
 
-    times = ladder.take_times(runs, time_once)
+    times = timing.take_times(runs, time_once, ladder.SLOW_MS, ladder.SLOW_ROUNDS)
     assert len(times["slow"]) == ladder.SLOW_ROUNDS == done["slow"]
-    assert len(times["fast"]) == ladder.ROUNDS
-    assert done["fast"] == 1 + ladder.WARM_UPS + ladder.ROUNDS
+    assert len(times["fast"]) == timing.ROUNDS
+    assert done["fast"] == 1 + timing.WARM_UPS + timing.ROUNDS
 
 
 def test_ladder_script(monkeypatch, no_gpu_needed, tmp_path, capsys):
     milliseconds = iter(range(10, 1000))
     monkeypatch.setattr(timing, "time_once", lambda run: float(next(milliseconds)))
-    monkeypatch.setattr(ladder, "WARM_UPS", 0)
-    monkeypatch.setattr(ladder, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "WARM_UPS", 0)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(ladder, "SHAPES", {"tiny": (1, 1, 16, 16)})
     ladder.main(["--out", str(tmp_path / "new" / "ladder.json")])
     result = json.loads((tmp_path / "new" / "ladder.json").read_text())
@@ -132,103 +147,18 @@ def test_ladder_script(monkeypatch, no_gpu_needed, tmp_path, capsys):
     assert "tiny: B1 H1 N16 d16 float32 causal" in printed and "0.94x" in printed
 
 
-# forward.py
-
-
-def numpy_contestants(inputs, causal):
-    """Every contestant is the NumPy reference, but for cuDNN, which takes no bfloat16."""
-
-    def run():
-        return ladder.attention_forward_same_precision(*inputs, causal=causal)[0]
-
-    def refuse():
-        if inputs[0].dtype == DTYPES["bfloat16"]:
-            raise RuntimeError("No available kernel.\nAborting.")
-        return run()
-
-    runs = dict.fromkeys((*forward.RUNGS, *forward.BACKENDS), run)
-    return runs | {"torch_cudnn": refuse}
-
-
-@pytest.fixture
-def small_grid(monkeypatch, no_gpu_needed):
-    """The whole script on problems of 64 tokens and 64 columns, in made-up times."""
-    milliseconds = iter(range(10, 10**6))
-    monkeypatch.setattr(timing, "time_once", lambda run: float(next(milliseconds)))
-    monkeypatch.setattr(forward, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 2e-5))
-    monkeypatch.setattr(forward, "contestants", numpy_contestants)
-    for name, value in {
-        "TOKENS": 64,
-        "COLUMNS": 64,
-        "HEAD_DIMS": (16, 32),
-        "SEQLENS": (16, 64),
-        "QUICK_SEQLENS": (16, 64),
-        "CHECKED_ROWS": 8,
-    }.items():
-        monkeypatch.setattr(forward, name, value)
-    monkeypatch.setattr(forward_summary, "MEAN_HEAD_DIMS", (16,))
-    monkeypatch.setattr(forward_summary, "LEAST_SEQLEN", 64)
-    monkeypatch.setattr(forward_summary, "LONG_SEQLEN", 64)
-    monkeypatch.setattr(forward_summary, "TABLE_SEQLENS", (64,))
-
-
-def test_forward_script(small_grid, tmp_path, capsys):
-    path = tmp_path / "new" / "forward.json"
-    forward.main(["--out", str(path)])
-    result = json.loads(path.read_text())
-    records = result["records"]
-    assert len(records) == 8 * 5 + 8 * 4, "cuDNN takes no bfloat16"
-    assert {(r["batch"], r["seqlen"]) for r in records} == {(4, 16), (1, 64)}
-    assert {(r["heads"], r["head_dim"]) for r in records} == {(4, 16), (2, 32)}
-    for r in records:
-        flops = 4 * r["batch"] * r["heads"] * r["seqlen"] ** 2 * r["head_dim"]
-        assert r["tflops"] == flops / (1 + r["causal"]) / r["ms"] / 1e9
-        assert r["ms_min"] <= r["ms"] <= r["ms_max"] and r["max_error"] <= r["allowed_error"]
-    printed = capsys.readouterr().out
-    assert "torch_cudnn does not take B4 H4 N16 d16 bfloat16: No available kernel.\n" in printed
-    assert "bfloat16: fa2_tensor_core is so many times as fast as" in printed
-
-
-def test_a_quick_run_writes_no_result(small_grid, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(timing, "results_file", lambda *_: pytest.fail("would be written"))
-    forward.main(["--quick"])
-    assert "-> None" in capsys.readouterr().out
-    assert "bfloat16" not in {problem.dtype for problem in forward.problems(quick=True)}
-
-
-def test_a_wrong_rung_ends_the_run_a_wrong_backend_does_not(small_grid, monkeypatch, capsys):
-    problem = forward.Problem("float16", 16, 64, True)
-    inputs = problem.random_inputs()
-    samples = ladder.make_samples(*map(forward.two_heads, inputs), True, 8)
-    runs = numpy_contestants(inputs, True)
-    right = runs["torch_flash"]
-
-    def wrong():
-        out = right().copy()
-        out[-1, -1, -1, -1] = np.nan
-        return out
-
-    assert not forward.check(problem, runs | {"torch_flash": wrong}, samples)["torch_flash"].passed
-    assert "torch_flash is wrong on B1 H4 N64 d16 float16 causal" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="fa1_tensor_core is wrong on B1 H4 N64 d16"):
-        forward.check(problem, runs | {"fa1_tensor_core": wrong}, samples)
-
-
-def test_the_grid_has_as_many_elements_everywhere():
-    problems = forward.problems(quick=False)
-    assert len(problems) == 2 * 3 * 6 * 2 and len(forward.problems(quick=True)) == 3 * 2 * 2
-    for p in problems:
-        assert p.batch * p.seqlen == 16384 and p.heads * p.head_dim == 2048
-
-
 # forward_summary.py
+
+
+def paper():
+    return [p for p in problems.problems() if p.group == problems.PAPER]
 
 
 def made_up_result():
     """fa2 takes 1 ms; flash 0.9 to 1.2 ms by head dim, cuDNN half of fa2, fa1 more with length."""
     flash = {64: 1.2, 128: 0.9, 256: 1.1}
     records = []
-    for p in forward.problems(quick=False):
+    for p in paper():
         times = {"fa2_tensor_core": 1.0, "fa1_tensor_core": p.seqlen / 512, "torch_cudnn": 0.5}
         times["torch_flash"] = flash[p.head_dim] - 0.1 * (p.causal and p.seqlen == 2048)
         for name, ms in times.items():
@@ -258,26 +188,60 @@ def test_a_summary_does_without_cudnn():
     result = made_up_result()
     result["records"] = [r for r in result["records"] if r["name"] != "torch_cudnn"]
     assert forward_summary.summarize(result)["float16"].over_cudnn is None
-    assert "cudnn" not in forward_summary.describe(result)
     assert "cuDNN" not in forward_summary.markdown_table(result)
 
 
-def test_the_table_of_times_is_written_between_its_markers(tmp_path, capsys):
-    record, page = tmp_path / "forward.json", tmp_path / "page.md"
-    record.write_text(json.dumps(made_up_result()))
-    page.write_text(f"above\n{forward_summary.BEGIN}\nold\n{forward_summary.END}\nbelow\n")
+def test_a_table_is_written_between_its_markers(tmp_path):
+    page = tmp_path / "page.md"
+    begin, end = (f"<!-- tensor-core times: {word} -->" for word in ("begin", "end"))
+    page.write_text(f"above\n{begin}\nold\n{end}\nbelow\n")
+    part = {"direction": "forward", "group": "paper"}
+    result = made_up_result()
+    result["records"] = [r | part for r in result["records"]]
     for _ in range(2):
-        forward.main(["--table", str(page), "--out", str(record)])
-        above, begin, *table, end, below = page.read_text().splitlines()
-        assert (above, begin) == ("above", forward_summary.BEGIN)
-        assert (end, below) == (forward_summary.END, "below")
-    assert table[2] == "| 64 | none | 1,024 | 100 | 83 | 1.20 | 2.0 | 12% |"
-    assert len([row for row in table if row.startswith("|")]) == 2 + 3 * 2 * 3
+        write_table("tensor-core times", result, page)
+        lines = page.read_text().splitlines()
+        assert lines[:2] == ["above", begin] and lines[-2:] == [end, "below"]
+    assert lines[4] == "| 64 | none | 1,024 | 100 | 83 | 1.20 | 2.0 | 12% |"
+    assert len([row for row in lines if row.startswith("|")]) == 2 + 3 * 2 * 3
     page.write_text("no markers\n")
-    with pytest.raises(SystemExit):
-        forward.main(["--table", str(page), "--out", str(record)])
+    with pytest.raises(ValueError, match="must hold a line <!-- tensor-core times: begin -->"):
+        write_table("tensor-core times", result, page)
     assert page.read_text() == "no markers\n"
-    assert "must hold a line <!-- tensor-core times: begin -->" in capsys.readouterr().err
+
+
+# backward_summary.py
+
+
+def made_up_backward():
+    """fa2 takes 1 ms; flash 0.9 to 1.2 ms by head dim; deterministic more where causal."""
+    flash = {64: 1.2, 128: 0.9, 256: 1.1}
+    records = []
+    for p in paper():
+        times = {OURS: 1.0, DETERMINISTIC: 1.5 if p.causal else 1.2, "torch_cudnn": 0.5}
+        times["torch_flash"] = flash[p.head_dim] - 0.1 * (p.causal and p.seqlen == 2048)
+        for name, ms in times.items():
+            sizes = {"head_dim": p.head_dim, "seqlen": p.seqlen, "causal": p.causal}
+            records.append({"name": name, "dtype": p.dtype, **sizes, "ms": ms, "tflops": 100 / ms})
+    return {"matmul_tflops": {"float16": 800.0, "bfloat16": 500.0}, "records": records}
+
+
+def test_a_summary_of_made_up_gradients():
+    s = backward_summary.summarize(made_up_backward())["float16"]
+    assert s.by_head_dim[256] == pytest.approx(np.exp(np.log(11 * [1.1] + [1.0]).mean()))
+    assert s.lowest_over_flash[128].value == pytest.approx(0.8)
+    assert s.over_cudnn == pytest.approx(0.5) and s.of_matmul == 0.125
+    assert s.deterministic_cost == pytest.approx((1.2 * 1.5) ** 0.5)
+    assert s.most_deterministic_cost.value == 1.5
+    table = backward_summary.markdown_table(made_up_backward()).splitlines()
+    assert table[2] == "| 64 | none | 1,024 | 100 | 83 | 83 | 1.20 | 12% |"
+
+
+def test_gradients_without_cudnn():
+    result = made_up_backward()
+    result["records"] = [r for r in result["records"] if r["name"] != "torch_cudnn"]
+    assert backward_summary.summarize(result)["float16"].over_cudnn is None
+    assert "cuDNN" not in backward_summary.markdown_table(result)
 
 
 # counters.py reads ncu
@@ -504,7 +468,7 @@ def test_help_needs_no_torch(script):
     assert "--out" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["forward", "ladder", "stamps", "host_time"])
+@pytest.mark.parametrize("script", ["run", "ladder", "stamps", "host_time"])
 def test_without_torch_a_run_says_so(script):
     program = "import runpy, sys; sys.modules['torch'] = None; "
     program += f"runpy.run_module('bench.{script}', run_name='__main__')"
@@ -562,7 +526,7 @@ RECORD = set(
 )
 
 
-@pytest.mark.parametrize("name", ["forward.json", "ladder.json"])
+@pytest.mark.parametrize("name", ["run.json", "ladder.json"])
 def test_recorded_times_are_whole(name):
     recorded = results(name)
     assert "H200" in recorded["gpu"] and recorded["date"]
@@ -572,17 +536,17 @@ def test_recorded_times_are_whole(name):
         assert record["max_error"] <= record["allowed_error"]
 
 
-FORWARD = results("forward.json")
+RUN = results("run.json")
 
 
 def test_the_readme_shows_the_recorded_times():
     """Every number of its table of the tensor-core rungs; the last lines are the summary's."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = readme.partition(forward_summary.BEGIN)[2].partition(forward_summary.END)[0].strip()
-    assert block == forward_summary.markdown_table(FORWARD)
+    begin, end = (f"<!-- tensor-core times: {word} -->" for word in ("begin", "end"))
+    block = readme.partition(begin)[2].partition(end)[0].strip()
     found = {
         (r["name"], r["head_dim"], r["seqlen"], r["causal"]): r
-        for r in FORWARD["records"]
+        for r in part(RUN, "forward")["records"]
         if r["dtype"] == "float16"
     }
     rows = re.findall(r"^\| (\d+) \| (\w+) \| ([\d,]+) \| (.*) \|$", block, re.MULTILINE)
@@ -590,23 +554,43 @@ def test_the_readme_shows_the_recorded_times():
     for head_dim, mask, seqlen, numbers in rows:
         problem = int(head_dim), int(seqlen.replace(",", "")), mask == "causal"
         ours, flash, fa1 = (
-            found[name, *problem] for name in ("fa2_tensor_core", "torch_flash", "fa1_tensor_core")
+            found[name, *problem] for name in (OURS, "torch_flash", "fa1_tensor_core")
         )
-        share = ours["tflops"] / FORWARD["matmul_tflops"]["float16"]
+        share = ours["tflops"] / RUN["matmul_tflops"]["float16"]
         shown = f"{ours['tflops']:.0f} | {flash['tflops']:.0f} | {flash['ms'] / ours['ms']:.2f}"
         assert numbers == f"{shown} | {fa1['ms'] / ours['ms']:.1f} | {share:.0%}"
 
 
-def test_the_recorded_grid_is_whole_and_right():
-    """Every rung computed every problem within what is allowed, and cuDNN is the fastest."""
-    measured = {
-        (r["dtype"], r["head_dim"], r["seqlen"], r["causal"])
-        for r in FORWARD["records"]
-        if r["name"] in forward.RUNGS and r["max_error"] <= r["allowed_error"]
+def test_the_recorded_run_is_whole_and_right():
+    """Every problem in every direction, every rung on the ladder, errors within the rule."""
+    found = {(r["direction"], tuple(r[f] for f in FIELDS)) for r in RUN["measured"]}
+    wanted = {
+        (direction, tuple(p.fields[f] for f in FIELDS))
+        for p in problems.problems()
+        for direction in p.directions
     }
-    problems = forward.problems(quick=False)
-    assert measured == {(p.dtype, p.head_dim, p.seqlen, p.causal) for p in problems}
-    assert all(s.over_cudnn < 1 for s in forward_summary.summarize(FORWARD).values())
+    assert found == wanted
+    rungs = {r["name"] for r in part(RUN, "forward", problems.LADDER)["records"]}
+    assert rungs >= set(ALL_RUNGS)
+    for p in problems.problems():
+        names = {
+            (r["name"], r["direction"])
+            for r in RUN["records"]
+            if all(r[f] == p.fields[f] for f in FIELDS)
+        }
+        assert names >= set(itertools.product([OURS, "torch_cudnn", "torch_flash"], p.directions))
+
+
+def test_no_record_is_of_the_simulator_or_wrong():
+    assert "H200" in RUN["gpu"] and RUN["driver"] and RUN["versions"]["torch"]
+    for r in RUN["records"]:
+        assert r["max_error"] <= r["allowed_error"] and r["host_us"] > 0
+        assert r["tflops"] < RUN["matmul_tflops"][r["dtype"]]
+
+
+def test_who_was_not_measured_has_a_reason():
+    assert RUN["missing_peers"]["flash_attn"] == "not installed"
+    assert all(one["reason"] for one in RUN["left_out"])
 
 
 def test_the_readme_states_the_recorded_host_times():

@@ -2,18 +2,15 @@
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import ceilings, plot, roofline, table, timing, whole_ladder
+from bench import ceilings, plot, roofline, table, timing
 from bench.__main__ import COMMANDS, main
-from bench.forward import BACKENDS
-from bench.ladder import SHAPES
-from bench.records import Key, changes, read_results
+from bench.records import Key, changes, part, read_results
 from fa2_numba.ladder import RUNGS
 from fa2_numba.lessons.figures import read_numbers
 
@@ -98,19 +95,19 @@ def test_people_get_a_table_of_what_changed(tmp_path, capsys):
 def test_a_file_that_holds_no_results_is_refused_in_one_line(tmp_path, capsys, text, says):
     bad = tmp_path / "bad.json"
     bad.write_text(text)
-    assert main(["compare", str(bad), str(RESULTS / "forward.json")]) == 2
+    assert main(["compare", str(bad), str(RESULTS / "run.json")]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
     assert "bad.json" in printed.err and says in printed.err
 
 
 def test_files_without_anything_in_common_are_refused(capsys):
-    files = [str(RESULTS / f"{name}.json") for name in ("forward", "ladder")]
+    files = [str(RESULTS / f"{name}.json") for name in ("run", "ladder")]
     assert main(["compare", *files]) == 2
     assert "in common" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "ladder"])
+@pytest.mark.parametrize("name", ["run", "ladder"])
 def test_committed_files_can_be_compared(capsys, name):
     file = RESULTS / f"{name}.json"
     status, said = compared(capsys, file, file)
@@ -135,7 +132,8 @@ def test_committed_pictures_show_the_committed_numbers(name):
 
 
 def test_lines_go_through_the_records():
-    records = json.loads((RESULTS / "forward.json").read_text())["records"]
+    result = json.loads((RESULTS / "run.json").read_text())
+    records = [r for r in part(result, "forward")["records"] if r["name"] in plot.LOOKS]
     lines = read_numbers(RESULTS / "speed_forward.svg")["causal, D = 128"]
     for one in records:
         if (one["dtype"], one["head_dim"], one["causal"]) == ("float16", 128, True):
@@ -160,7 +158,7 @@ def test_a_folder_without_results_and_a_broken_file_are_refused(tmp_path, capsys
 
 
 def test_the_committed_roofline_shows_the_committed_numbers():
-    names = ("ceilings", "ladder", "forward")
+    names = ("ceilings", "ladder", "run")
     results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in names}
     _, fresh = roofline.draw(results)
     assert read_numbers(RESULTS / "roofline.svg") == json.loads(json.dumps(fresh))
@@ -170,15 +168,12 @@ def test_the_committed_roofline_shows_the_committed_numbers():
 
 
 def test_the_ladder_s_table_has_the_ratios_of_one_run():
-    result = json.loads((RESULTS / "whole_ladder.json").read_text())
-    shape = {"shape": "between", "causal": False}
-    tflops = {
-        r["name"]: r["tflops"]
-        for r in result["records"]
-        if {field: r[field] for field in shape} == shape
-    }
+    result = json.loads((RESULTS / "run.json").read_text())
+    shape = {"group": "ladder", "direction": "forward", "seqlen": 2048, "causal": False}
+    tflops = {r["name"]: r["tflops"] for r in result["records"] if shape.items() <= r.items()}
     rows = table.ladder_table(result).splitlines()
-    assert "of a matrix product (771 TFLOP/s)" in rows[0] and len(rows) == 2 + len(RUNGS)
+    peak = result["matmul_tflops"]["float16"]
+    assert f"of a matrix product ({peak:.0f} TFLOP/s)" in rows[0] and len(rows) == 2 + len(RUNGS)
     ours, flash, cudnn = (
         tflops[name] for name in ("fa2_tensor_core", "torch_flash", "torch_cudnn")
     )
@@ -187,22 +182,15 @@ def test_the_ladder_s_table_has_the_ratios_of_one_run():
     assert rows[-1] == f"| `fa2_tensor_core` | {ours:.3g} | {ratios} | {share:.1%} |"
 
 
-def test_the_whole_ladder_has_every_rung_on_every_shape_and_names_what_is_missing():
-    result = json.loads((RESULTS / "whole_ladder.json").read_text())
-    peers = {*BACKENDS, *whole_ladder.MATH, *whole_ladder.OPTIONAL} - {*result["not_installed"]}
-    found = {(r["shape"], r["causal"], r["name"]) for r in result["records"]}
-    assert found == set(product(SHAPES, (False, True), {*RUNGS, *peers}))
-    assert all(r["max_error"] <= r["allowed_error"] for r in result["records"])
-
-
-@pytest.mark.gpu
-def test_the_whole_ladder_is_measured(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    monkeypatch.setattr(whole_ladder, "SHAPES", {"small": (1, 2, 256, 64)})
-    monkeypatch.setattr(whole_ladder, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 1.0))
-    assert main(["whole_ladder", "--out", str(tmp_path / "w.json")]) == 0
-    result = json.loads((tmp_path / "w.json").read_text())
-    assert {r["name"] for r in result["records"]} >= {*RUNGS, "torch_flash", "torch_math"}
+def test_other_shapes_have_the_ratios_of_one_problem():
+    result = json.loads((RESULTS / "run.json").read_text())
+    rows = table.other_table(result).splitlines()
+    decode = {"group": "decode", "seqlen_k": 4096, "head_dim": 64, "kv_heads": 8}
+    ms = {r["name"]: r["ms"] for r in result["records"] if decode.items() <= r.items()}
+    ours = ms["fa2_tensor_core"]
+    peers = [f"{ms[name] / ours:.2f}" for name in ("torch_flash", "torch_cudnn", "torch_math")]
+    problem = "forward B16 H32/8 N1/4096 d64 float16"
+    assert f"| {problem} | {ours:.3g} | {' | '.join(peers)} |" in rows
 
 
 def test_a_roofline_without_ceilings_is_refused(tmp_path, capsys):
@@ -211,15 +199,15 @@ def test_a_roofline_without_ceilings_is_refused(tmp_path, capsys):
     assert "ceilings.json" in capsys.readouterr().err
 
 
-def test_rates_are_work_over_time():
-    assert ceilings._rates([1.0, 2.0, 4.0], 8.0) == {"median": 4.0, "min": 2.0, "max": 8.0}
+def test_a_rate_has_its_spread():
+    assert ceilings._spread([8.0, 2.0, 4.0]) == {"median": 4.0, "min": 2.0, "max": 8.0}
 
 
 @pytest.mark.gpu
 def test_ceilings_are_measured(tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(ceilings, "COPY_BYTES", 2**28)
-    monkeypatch.setattr(ceilings, "MATMUL_SIZE", 2048)
+    monkeypatch.setattr(timing, "MATMUL_SIZE", 2048)
     assert main(["ceilings", "--out", str(tmp_path / "c.json")]) == 0
     found = json.loads((tmp_path / "c.json").read_text())
     assert found["gpu"] == timing.environment()["gpu"]

@@ -90,7 +90,7 @@ def test_mfu_is_a_share_of_each_peak():
 
 
 def test_peaks_are_measured_and_from_the_data_sheet(monkeypatch):
-    monkeypatch.setattr(train_gpt, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 700.0))
+    monkeypatch.setattr(timing, "matmul_tflops", lambda dtypes: dict.fromkeys(dtypes, 700.0))
     assert train_gpt.peaks_of("NVIDIA H200") == {"matmul": 700.0, "spec": 989.0}
     assert train_gpt.peaks_of("NVIDIA Test") == {"matmul": 700.0, "spec": None}
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RESULTS = Path(fa2_numba.__file__).parents[1] / "bench" / "results" / "h200"
+DIRECTIONS = ("forward", "backward")
 H200 = (9, 0)
 H200_TB_PER_SECOND = 4.8
 """HBM, by NVIDIA's data sheet of the H200."""
@@ -50,8 +51,16 @@ class Dot:
 
 
 def recorded(name: str) -> dict[str, object]:
-    """A file of measurements on the H200: "ladder", "forward" or "counters"."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    """Measurements on the H200: a file, such as "ladder" or "counters", or a part of "run".
+
+    "forward" and "backward" are its records of that direction, on the grid of the FA2 paper.
+    """
+    file = "run" if name in DIRECTIONS else name
+    found = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
+    if name in DIRECTIONS:
+        part = {"direction": name, "group": "paper"}.items()
+        found["records"] = [record for record in found["records"] if part <= record.items()]
+    return found
 
 
 def measured_dots(name: str, rung: str, dtype: str, head_dim: int = 64) -> list[Dot]:
