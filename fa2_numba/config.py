@@ -33,10 +33,14 @@ SLICED_K_LANES = (8, 4)
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a device lets a kernel use: its compute capability, opt-in shared bytes of a block."""
+    """What a device lets a kernel use: its compute capability, opt-in shared bytes of a block.
+
+    multiprocessors: how many blocks of one each run at once; the simulator's device has one.
+    """
 
     compute_capability: tuple[int, int]
     shared_bytes_per_block: int
+    multiprocessors: int = 1
 
 
 def row_step(num_warps: int) -> int:

@@ -24,9 +24,11 @@ from fa2_numba import cubin_cache
 from fa2_numba.config import DeviceLimits
 from fa2_numba.constants import STATIC_SHARED_BYTES
 from fa2_numba.simulator import Report, Simulator
+from fa2_numba.tensor_maps import TensorMap, TileCounter
 
 HERE = nullcontext()
 WORD_BYTES = 8
+MADE_FOR_LAUNCH = TensorMap, TileCounter
 
 
 class GpuArray(NamedTuple):
@@ -58,7 +60,8 @@ class KernelLaunch:
     """One kernel, its grid in blocks, threads per block, dynamic shared bytes and arguments.
 
     arguments: scalars (NumPy's, or Python's int, float, bool) and arrays: on a GPU `GpuArray`s or
-    any with `__cuda_array_interface__` and strides in bytes, in the simulator NumPy's.
+    any with `__cuda_array_interface__` and strides in bytes, in the simulator NumPy's. `TensorMap`s
+    and `TileCounter`s stand for what is made when the kernel is launched.
     """
 
     kernel: object
@@ -144,13 +147,18 @@ class SimulatorMachine:
 
         Returns their reports if the simulator counts.
         """
-        reports = [
-            self.simulator.launch(
-                launch.kernel, launch.grid, launch.threads, launch.shared_bytes, launch.arguments
-            )
-            for launch in launches
-        ]
+        reports = []
+        for launch in launches:
+            shape = launch.grid, launch.threads, launch.shared_bytes
+            arguments = tuple(map(_on_host, launch.arguments))
+            reports.append(self.simulator.launch(launch.kernel, *shape, arguments))
         return reports if self.simulator.counts else []
+
+
+def _on_host(argument: object) -> object:
+    """An argument as a simulated kernel takes it."""
+    is_counter = isinstance(argument, TileCounter)
+    return np.zeros(argument.shape, argument.dtype) if is_counter else argument
 
 
 class GpuMachine:
@@ -174,13 +182,27 @@ class GpuMachine:
         is_current = not error and int(current) == self.device
         return HERE if is_current else cuda.gpus[self.device]
 
-    def load(self, launch: KernelLaunch) -> GpuLaunch:
-        """The launch with its kernel on the GPU; call it inside `activate()`."""
+    def load(self, launch: KernelLaunch, elsewhere: bool = False) -> GpuLaunch:
+        """The launch with its kernel on the GPU; call it inside `activate()`.
+
+        elsewhere: nothing lies where its arguments say; `moved` will tell.
+        """
         kinds = tuple(map(_kind, launch.arguments))
         kernel = _loaded(launch.kernel, kinds, self.device, launch.shared_bytes)
         grid = (*launch.grid, 1, 1)[:3]
         sizes = (*grid, launch.threads, 1, 1, launch.shared_bytes)
-        return GpuLaunch(kernel, sizes, kernel.parameters.pack(launch.arguments))
+        words = kernel.parameters.pack(launch.arguments)
+        for word, argument in zip(kernel.parameters.places, launch.arguments, strict=True):
+            if isinstance(argument, MADE_FOR_LAUNCH) and not elsewhere:
+                words[word] = self.place(argument)
+        return GpuLaunch(kernel, sizes, words)
+
+    def place(self, argument: TensorMap | TileCounter, address: int | None = None) -> int:
+        """Where an argument lies that is made for a launch, and kept for the next one like it.
+
+        address: of a map's array, if it is not where the map says.
+        """
+        return argument.on_gpu(self.device, int(self._stream), address)
 
     def run(self, launches: Iterable[KernelLaunch | GpuLaunch]) -> list[Report]:
         """Queue the kernels on the stream and return at once; call it inside `activate()`.
@@ -201,11 +223,16 @@ def gpu_available() -> bool:
 @cache
 def _device_limits(device: int) -> DeviceLimits:
     gpu = cuda.gpus[device]
-    return DeviceLimits(tuple(gpu.compute_capability), gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    capability = tuple(gpu.compute_capability)
+    shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return DeviceLimits(capability, shared_bytes, gpu.MULTIPROCESSOR_COUNT)
 
 
-Kind = tuple[np.dtype, int]
-"""What a kernel is compiled for: the dtype of an argument and its axes, 0 for a scalar."""
+Kind = tuple[np.dtype, int | None]
+"""What a kernel is compiled for: the dtype of an argument and its axes.
+
+0 axes are a scalar; None is what a kernel sees as an address and nothing more.
+"""
 
 
 def _kind(argument: object) -> Kind:
@@ -247,7 +274,9 @@ class Parameters:
     def __init__(self, kinds: tuple[Kind, ...]) -> None:
         code, places = HEADER, []
         for dtype, ndim in kinds:
-            places.append(struct.calcsize(f"{code}4q") // WORD_BYTES if ndim else None)
+            before = "4q" if ndim else "0q"
+            word = struct.calcsize(f"{code}{before}") // WORD_BYTES
+            places.append(None if ndim == 0 else word)
             code += f"4qQ{2 * ndim}q" if ndim else dtype.char
         self.places = tuple(places)
         self.size = struct.calcsize(code) - HEADER_BYTES
@@ -274,7 +303,9 @@ class Parameters:
 
 def _numbers(argument: object) -> tuple:
     """The values of an argument's parameters."""
-    if isinstance(argument, GpuArray):
+    if isinstance(argument, TensorMap):
+        return (0,)  # until it has a place
+    if isinstance(argument, (GpuArray, TileCounter)):
         address = argument.address
     elif getattr(argument, "ndim", 0):
         address = argument.__cuda_array_interface__["data"][0]

@@ -21,7 +21,15 @@ from fa2_numba.arrays import (
     NumpyLibrary,
     of_library,
 )
-from fa2_numba.launch import GpuArray, GpuLaunch, GpuMachine, KernelLaunch, SimulatorMachine
+from fa2_numba.launch import (
+    MADE_FOR_LAUNCH,
+    GpuArray,
+    GpuLaunch,
+    GpuMachine,
+    KernelLaunch,
+    SimulatorMachine,
+)
+from fa2_numba.tensor_maps import TensorMap, TileCounter
 
 Shape = tuple[int, ...]
 Allocate = Callable[[Shape], object]
@@ -120,21 +128,23 @@ class GpuPlan:
 
     They are planned for stand-ins, at addresses that no array has. So nothing in them can depend on
     an array but by its layout, and every address among their arguments tells whose it is: launches
-    are given arrays and workspaces whole. A workspace lies at a multiple of `ALIGNMENT`.
+    are given arrays and workspaces whole. A workspace lies at a multiple of `ALIGNMENT`. Tensor
+    maps and tile counters are looked up in every run, behind all arrays.
     """
 
     def __init__(self, layouts: Sequence[tuple], plan: Planner, machine: GpuMachine) -> None:
         self._stand_ins: dict[int, int] = {}
         self._workspaces: list[Shape] = []
+        self._made: list[tuple[TensorMap | TileCounter, int | None]] = []
         views = [
             self._stand_in(shape, strides, KERNEL_DTYPES[dtype], offset)
             for _, shape, strides, dtype, _, offset in layouts
         ]
-        launches = plan(views, self._workspace)
-        self._launches = [
-            (loaded, self._places(launch, loaded))
-            for launch, loaded in zip(launches, map(machine.load, launches), strict=True)
+        planned = [
+            (launch, machine.load(launch, elsewhere=True))
+            for launch in plan(views, self._workspace)
         ]
+        self._launches = [(loaded, self._places(launch, loaded)) for launch, loaded in planned]
 
     def _stand_in(self, shape: Shape, strides: Shape, dtype: np.dtype, offset: int) -> GpuArray:
         number = len(self._stand_ins)
@@ -154,10 +164,14 @@ class GpuPlan:
         """Where addresses lie among the parameters, and the number of the array each belongs to."""
         arguments = zip(loaded.places, launch.arguments, strict=True)
         return tuple(
-            (word, self._stand_ins[argument.address])
-            for word, argument in arguments
-            if word is not None
+            (word, self._number(argument)) for word, argument in arguments if word is not None
         )
+
+    def _number(self, argument: object) -> int:
+        if not isinstance(argument, MADE_FOR_LAUNCH):
+            return self._stand_ins[argument.address]
+        self._made.append((argument, self._stand_ins.get(argument.address)))
+        return len(self._stand_ins) + len(self._made) - 1
 
     def run(
         self, machine: GpuMachine, arrays: Sequence[Array], allocate: Callable[[Shape], GpuArray]
@@ -165,4 +179,7 @@ class GpuPlan:
         """Queue the launches for arrays of these layouts; call it inside `activate()`."""
         everything = [*arrays, *map(allocate, self._workspaces)]
         addresses = [array.address for array in everything]
+        for made, number in self._made:
+            array = None if number is None else addresses[number]
+            addresses.append(machine.place(made, array))
         machine.run([launch.moved(places, addresses) for launch, places in self._launches])

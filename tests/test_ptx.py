@@ -17,18 +17,14 @@ from numba.cuda import float32, int32, types, uint32
 from fa2_numba import simulate
 from fa2_numba.constants import WARP_SIZE
 from fa2_numba.device import ptx as ptx_module
-from fa2_numba.device.ptx import (
+from fa2_numba.device.instruction import (
     CONSTRAINTS,
     Address,
     Instruction,
     Registers,
-    ex2,
-    global_address,
-    globaltimer,
     instruction,
-    shared_address,
-    smid,
 )
+from fa2_numba.device.ptx import ex2, global_address, globaltimer, shared_address, smid
 from fa2_numba.launch import signature
 from tests.test_compile import ARCHITECTURES, assemble, ptxas
 
@@ -239,20 +235,47 @@ def ld_shared_kernel(load, kind=uint32):
     return ld_shared
 
 
-def ld_shared_pair_kernel(load):
+def ld_shared_pair_kernel(load, kind=float32):
     @cuda.jit
     def ld_shared_pair(numbers, out):
-        smem = cuda.shared.array(64, float32, alignment=128)
+        smem = cuda.shared.array(64, kind, alignment=128)
         lane = cuda.threadIdx.x
         smem[lane] = numbers[lane]
         smem[lane + 32] = numbers[lane + 32]
         cuda.syncwarp()
-        R = cuda.local.array((1, 2), float32)
+        R = cuda.local.array((1, 2), kind)
         load(R, 0, 0, int32(shared_address(smem) + 8 * (31 - lane)))
         out[2 * lane] = R[0, 0]
         out[2 * lane + 1] = R[0, 1]
 
     return ld_shared_pair
+
+
+def atom_inc_global_kernel(count):
+    @cuda.jit
+    def atom_inc_global(last, out):
+        # All lanes draw a number, in whatever order: their sum says that they drew the right ones.
+        drawn = count(global_address(out), uint32(last[0]))
+        cuda.atomic.add(out, 1, drawn)
+
+    return atom_inc_global
+
+
+def stmatrix_kernel(store):
+    @cuda.jit
+    def stmatrix(words, out):
+        smem = cuda.shared.array(128, uint32, alignment=128)
+        lane = cuda.threadIdx.x
+        R = cuda.local.array((2, 2), uint32)
+        for q in range(4):
+            R[q % 2, q // 2] = words[32 * q + lane]
+        # Rows anywhere, but each of its own.
+        store(int32(shared_address(smem) + 16 * ((5 * lane + 3) % 32)), R, 0, 0)
+        cuda.syncwarp()
+        for q in range(4):
+            out[32 * q + lane] = smem[32 * q + lane]
+
+    return stmatrix
 
 
 def red_global_add_kernel(add):
@@ -311,6 +334,16 @@ def paired_numbers(rng):
 def numbers_to_add(rng):
     """Numbers that two threads at a time add to one, exactly: no order gives another sum."""
     return whole_numbers(rng, 32).astype(np.float32), whole_numbers(rng, 32).astype(np.float32)
+
+
+def paired_words(rng):
+    return random_words(rng, 64), np.zeros(64, np.uint32)
+
+
+def counted_numbers(rng):
+    """Where to count to, and from where on."""
+    last = rng.integers(1, 9)
+    return np.array([last], np.uint32), np.array([rng.integers(0, last), 0], np.uint32)
 
 
 def few_words(rng):
@@ -472,7 +505,7 @@ class Case:
     since: tuple[int, int] = (7, 5)
 
 
-SM_75, SM_80 = (7, 5), (8, 0)
+SM_75, SM_80, SM_90 = (7, 5), (8, 0), (9, 0)
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
@@ -527,7 +560,12 @@ def memory_cases():
         ("st_shared_b32", st_shared_word_kernel, few_words),
     ):
         yield name, Case(name, make(INSTRUCTIONS[name]), inputs, same_bits)
+    words = ld_shared_pair_kernel(INSTRUCTIONS["ld_shared_v2_b32"], uint32)
+    yield "ld_shared_v2_b32", Case("ld_shared_v2_b32", words, paired_words, same_bits)
+    stored = stmatrix_kernel(INSTRUCTIONS["stmatrix_x4"])
+    yield "stmatrix_x4", Case("stmatrix_x4", stored, moved_words, same_bits, SM_90)
     for name, make, inputs in (
+        ("atom_inc_global", atom_inc_global_kernel, counted_numbers),
         ("ld_shared_v2_f32", ld_shared_pair_kernel, paired_numbers),
         ("red_global_add_f32", red_global_add_kernel, numbers_to_add),
     ):

@@ -19,10 +19,13 @@ from numba.cuda import libdevice
 from numba.cuda.types import float16, float32, int32, uint32
 
 from fa2_numba.constants import FULL_MASK, KIB
+from fa2_numba.device.mbarrier import mbarrier_arrive_expect_tx, mbarrier_init
 from fa2_numba.device.ptx import cp_async_16, global_address, ld_global_v4_b32, shared_address
+from fa2_numba.device.tma import bulk_load
 from fa2_numba.simulator import (
     AsyncCopyError,
     BarrierError,
+    FenceError,
     LaunchError,
     MisalignedError,
     OutOfBoundsError,
@@ -1074,12 +1077,22 @@ def read_before_the_copy_came(out):
         out[0] = tile[0]  # second
 
 
+@cuda.jit
+def copy_to_a_barrier_not_fenced(x):
+    smem = shared_address(cuda.shared.array(16, np.uint32))
+    if cuda.threadIdx.x == 5:
+        mbarrier_init(smem, 1)
+        mbarrier_arrive_expect_tx(smem, 16)
+        bulk_load(smem + 16, global_address(x), 16, smem)  # bad
+
+
 ERRORS = [
     (OutOfBoundsError, global_past_the_end, (0, 0, 0), ABOUT_5, ["bad"]),
     (UninitialisedReadError, reads_unwritten, (0, 0, 0), ABOUT_5, ["bad"]),
     (RaceError, race_of_5, (0, 0, 0), ABOUT_5, ["first", "second"]),
     (MisalignedError, misaligned_vector, (0, 0, 0), ABOUT_5, ["bad"]),
     (AsyncCopyError, read_before_the_copy_came, (0, 0, 0), ABOUT_5, ["first", "second"]),
+    (FenceError, copy_to_a_barrier_not_fenced, (0, 0, 0), ABOUT_5, ["bad"]),
     (BarrierError, barrier_without_5, (0, 0, 0), ABOUT_5, ["bad"]),
     (BarrierError, barriers_of_two_kinds, (0, 0, 0), ABOUT_5, ["first", "second"]),
     (WarpError, shuffle_without_5, (0, 0, 0), ABOUT_5, ["bad"]),

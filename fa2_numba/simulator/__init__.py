@@ -3,6 +3,7 @@
 from fa2_numba.simulator.errors import (
     AsyncCopyError,
     BarrierError,
+    FenceError,
     LaunchError,
     MisalignedError,
     OutOfBoundsError,
@@ -30,6 +31,7 @@ __all__ = [
     "BlockCounts",
     "Comparison",
     "Counts",
+    "FenceError",
     "LaunchError",
     "LineTraffic",
     "MisalignedError",

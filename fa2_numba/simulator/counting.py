@@ -22,8 +22,8 @@ from greenlet import getcurrent
 from numba import cuda
 from numba.cuda.types import float32
 
-from fa2_numba.constants import WARP_SIZE
-from fa2_numba.device.ptx import Instruction
+from fa2_numba.constants import SECTOR_BYTES, WARP_SIZE
+from fa2_numba.device.instruction import Instruction
 from fa2_numba.simulator import hooks
 from fa2_numba.simulator.addresses import Access, Argument, byte_bounds
 from fa2_numba.simulator.arithmetic import (
@@ -55,7 +55,7 @@ from fa2_numba.simulator.requests import (
     warp_requests,
 )
 from fa2_numba.simulator.retarget import Retargeting
-from fa2_numba.simulator.source import line_number
+from fa2_numba.simulator.source import Place, line_number
 
 CALL_SHIFT = 48
 """An access's site is the address of its instruction, below this bit, and the number of the call
@@ -151,10 +151,46 @@ class LaunchCounter(Observer):
         if what.multiply_adds:
             self._events["tensor_core_instructions"] += 1
             self._tallies[MULTIPLY_ADDS] += what.multiply_adds
-        elif what.collective:
-            self._events["matrix_loads"] += 1
+        elif what.collective == WARP_SIZE:
+            loads = any(getattr(kind, "written", False) for kind in what.operands.values())
+            self._events["matrix_loads" if loads else "matrix_stores"] += 1
         elif what.result == float32:
             self._tallies[SPECIAL_CALLS] += 1
+
+    def bulk_copied(self, outside: int, inside: int, stored: bool, place: Place) -> None:
+        """One request for all of a box: lines of whole sectors, and no bank conflict."""
+        self._events["async_copies"] += 1
+        to, of = ("store", "load") if stored else ("load", "store")
+        self._add_at(
+            place,
+            **{
+                f"global_{to}_requests": 1,
+                f"global_{to}_bytes": outside,
+                f"global_{to}_sectors": -(-outside // SECTOR_BYTES),
+                f"shared_{of}_requests": 1,
+                f"shared_{of}_bytes": inside,
+            },
+        )
+
+    def operand_read(self, size: int, place: Place) -> None:
+        """One request for all of a product's operand."""
+        self._add_at(place, shared_load_requests=1, shared_load_bytes=size)
+
+    def phase_completed(self) -> None:
+        """One phase of an mbarrier."""
+        self._events["mbarrier_phases"] += 1
+
+    def named_barrier_opened(self) -> None:
+        """Once for all threads of it."""
+        self._events["named_barriers"] += 1
+
+    def _add_at(self, place: Place, **counted: int) -> None:
+        """Add what one instruction of the running thread has moved."""
+        code, lasti = place
+        traffic = Traffic(**counted)
+        self._traffic += traffic
+        site = getcurrent().call + self._codes.start(id(code) + lasti)
+        self._lines[self._codes.line(self._root(site))] += traffic
 
     def address_used(self, access: Access, owner: SharedRegion | Argument) -> None:
         """Log it, global memory as its array does."""

@@ -16,7 +16,7 @@ from greenlet import getcurrent, greenlet
 
 from fa2_numba.constants import WARP_SIZE
 from fa2_numba.simulator.errors import BarrierError, SimulationError, ThreadError, WarpError
-from fa2_numba.simulator.memory import BlockMemory
+from fa2_numba.simulator.memory import BlockMemory, Registers
 from fa2_numba.simulator.regions import AsyncCopies, Name, SharedRegion, Stamp
 from fa2_numba.simulator.source import (
     MARKER,
@@ -29,8 +29,9 @@ from fa2_numba.simulator.source import (
 )
 
 if TYPE_CHECKING:
-    from fa2_numba.device.ptx import Instruction
+    from fa2_numba.device.instruction import Instruction
     from fa2_numba.simulator.addresses import Access, Argument
+    from fa2_numba.simulator.hopper import HopperUnits
 
 Index = tuple[int, int, int]
 
@@ -63,6 +64,9 @@ class Thread(greenlet):
         self.waiting: Waiting | None = None
         self.unwritten: tuple[SharedRegion, int, int, Stamp, Name] | None = None
         self.copies = AsyncCopies()
+        self.registers = Registers()
+        self.copied: set[int] = set()
+        self.fenced = 0
         self.result: object = None
 
     def run(self) -> None:
@@ -184,9 +188,32 @@ class Observer:
     def instruction_done(self, what: Instruction) -> None:
         """The running thread has carried out an instruction, or its warp has a collective one."""
 
+    def hopper_called(self, what: Instruction, operands: tuple) -> None:
+        """The running thread begins one of Hopper's own instructions."""
+
+    def bulk_copied(self, outside: int, inside: int, stored: bool, place: Place) -> None:
+        """The running thread has started a copy by TMA.
+
+        outside, inside: bytes of global and of shared memory that it touches. stored: to the
+        former. place: of the instruction.
+        """
+
+    def operand_read(self, size: int, place: Place) -> None:
+        """The running thread was the last to issue a product that reads shared memory."""
+
+    def phase_completed(self) -> None:
+        """All arrivals and bytes of a phase of an mbarrier are there."""
+
+    def named_barrier_opened(self) -> None:
+        """All threads that a numbered barrier waited for have come."""
+
 
 class Block:
-    """One thread block of a launch, run to its end by `run`, or step by step by its parts."""
+    """One thread block of a launch, run to its end by `run`, or step by step by its parts.
+
+    early: asynchronous operations are done as early as they may be, not as late. hopper: what only
+    Hopper has, from the first use of it on.
+    """
 
     def __init__(
         self,
@@ -199,6 +226,7 @@ class Block:
         memory: BlockMemory,
         rng: random.Random | None,
         observer: Observer | None = None,
+        early: bool = False,
     ) -> None:
         self.kernel = kernel
         self.function = function
@@ -217,13 +245,16 @@ class Block:
             thread.warp.threads.append(thread)
         self.at_barrier: list[Thread] = []
         self.ready: deque[Thread] = deque()
+        self.early = early
+        self.hopper: HopperUnits | None = None
 
     def run(self) -> None:
         """Run every thread to its end, or raise the first thing that is wrong."""
         self.start()
         try:
-            while self.ready:
-                self.resume(self.ready.popleft())
+            while self.ready or self.land():
+                if self.ready:
+                    self.resume(self.ready.popleft())
             self.finish()
         finally:
             self.discard()
@@ -234,10 +265,16 @@ class Block:
         if self.observer:
             self.observer.block_started(self)
 
+    def land(self) -> bool:
+        """No thread is ready: a copy may arrive, if one is under way."""
+        return self.hopper is not None and self.hopper.land()
+
     def finish(self) -> None:
         """No thread is ready any more: all must have left the kernel."""
         if not all(thread.dead for thread in self.threads):
             raise self._stuck()
+        if self.hopper is not None:
+            self.hopper.finish()
         if self.observer:
             self.observer.block_finished(self)
 
@@ -269,7 +306,7 @@ class Block:
         if first is not thread and first.waiting.chain != waiting.chain:
             what = "divergent barrier: threads of one block wait at different barriers"
             thread.waiting = waiting
-            raise self._waiting_error(BarrierError, what, thread)
+            raise self.waiting_error(BarrierError, what, thread)
         if len(self.at_barrier) < len(self.threads):
             return thread.park(waiting)
         here, self.at_barrier = self.at_barrier, []
@@ -333,12 +370,15 @@ class Block:
                     f"{here[0].waiting.operation} with mask {mask:#010x} waits for lanes "
                     f"{ranges([t.lane for t in missing])} of warp {warp.number}, which never come"
                 )
-                return self._waiting_error(WarpError, what, missing[0])
+                return self.waiting_error(WarpError, what, missing[0])
+        if self.hopper is not None and (error := self.hopper.stuck()) is not None:
+            return error
         what = "barrier that some threads of the block never reach"
         missing = [thread for thread in self.threads if thread not in self.at_barrier]
-        return self._waiting_error(BarrierError, what, missing[0])
+        return self.waiting_error(BarrierError, what, missing[0])
 
-    def _waiting_error(self, kind: type, what: str, thread: Thread) -> Exception:
+    def waiting_error(self, kind: type, what: str, thread: Thread) -> Exception:
+        """An error about threads that wait in vain, with who waits where."""
         places = [other.waiting.chain[0] for other in self.threads if other.waiting]
         return self.error(kind, what, self._who_waits_where(), dict.fromkeys(places), thread)
 

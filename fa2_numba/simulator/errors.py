@@ -44,7 +44,11 @@ class MisalignedError(SimulationError):
 
 
 class AsyncCopyError(SimulationError):
-    """An access to shared memory that an asynchronous copy, not waited for, is still to fill."""
+    """An access to what an asynchronous operation, not waited for, is still to fill or to read."""
+
+
+class FenceError(SimulationError):
+    """An asynchronous operation meets what was written without the fence that lets it see that."""
 
 
 class BarrierError(SimulationError):

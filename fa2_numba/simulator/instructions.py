@@ -14,17 +14,27 @@ import numpy as np
 from greenlet import getcurrent
 
 from fa2_numba.constants import FULL_MASK, WARP_SIZE
+from fa2_numba.device.instruction import Address, Instruction, Registers
 from fa2_numba.device.layouts import GROUP_ROWS
-from fa2_numba.device.ptx import Address, Instruction, Registers
 from fa2_numba.simulator.addresses import Access, values_of
-from fa2_numba.simulator.errors import OutOfBoundsError, UninitialisedReadError, WarpError
-from fa2_numba.simulator.memory import LocalArray, PlainIntegers
+from fa2_numba.simulator.errors import OutOfBoundsError, WarpError
+from fa2_numba.simulator.hopper import simulated_hopper
+from fa2_numba.simulator.memory import (
+    BEING_READ,
+    BEING_WRITTEN,
+    UNFENCED,
+    UNWRITTEN,
+    LocalArray,
+    PlainIntegers,
+)
 from fa2_numba.simulator.source import Place
 from fa2_numba.simulator.values import NUMBA_TYPES, numpy_dtype
 
 
 def simulated(what: Instruction) -> Callable:
     """The function that stands for an instruction in a simulated kernel."""
+    if (hopper := simulated_hopper(what, _maker)) is not None:
+        return hopper
     makers = {name: _maker(kind) for name, kind in what.operands.items()}
     parameters = sum(3 if isinstance(o, Registers) else 1 for o in what.operands.values())
     addresses = [name for name, kind in what.operands.items() if isinstance(kind, Address)]
@@ -41,8 +51,9 @@ def simulated(what: Instruction) -> Callable:
         for name in addresses:
             operands[name] = _access(what, name, operands, place)
         result = run([operand.load() for operand in operands.values()])
+        result, stored = result if target and what.result else (result, result)
         if target:
-            operands[target].store(result)
+            operands[target].store(stored)
         if what.group:
             _close_group(what.group, result)
         return result_type(result) if result_type else None
@@ -56,11 +67,11 @@ def _is_target(kind: object) -> bool:
     return getattr(kind, "written", False) or getattr(kind, "stored", False)
 
 
-def _maker(kind: object) -> Callable[[Iterator[object]], _Block | _Scalar]:
+def _maker(kind: object) -> Callable[[Iterator[object]], RegisterBlock | _Scalar]:
     """What makes an operand out of the next arguments of a call."""
     if isinstance(kind, Registers):
         shape = _Shape(kind)
-        return lambda given: _Block(shape, next(given), next(given), next(given))
+        return lambda given: RegisterBlock(shape, next(given), next(given), next(given))
     cast = NUMBA_TYPES[getattr(kind, "type", kind)]
     return lambda given: _Scalar(cast(next(given)))
 
@@ -85,9 +96,9 @@ def _is_matrix(values: np.ndarray) -> bool:
 
 
 def _row_count(what: Instruction) -> int:
-    """How many lanes point to a row of a matrix: eight for each register that a lane gets."""
+    """How many lanes point to a row of a matrix: eight for each register of a lane."""
     blocks = (o for o in what.operands.values() if isinstance(o, Registers))
-    return sum(GROUP_ROWS * len(block.places) for block in blocks if block.written)
+    return sum(GROUP_ROWS * len(block.places) for block in blocks)
 
 
 def _run_by_thread(what: Instruction) -> Callable:
@@ -155,7 +166,7 @@ class _Shape:
         self.height, self.width = (int(axis.max()) + 1 for axis in self.places)
 
 
-class _Block:
+class RegisterBlock:
     """A block of a local array, from element (row, col) on."""
 
     def __init__(self, shape: _Shape, array: object, row: int, col: int) -> None:
@@ -196,14 +207,42 @@ class _Block:
         """New values, in PTX's order."""
         self.values[self.where][self.shape.places] = values
         if isinstance(self.array, LocalArray):
+            states = self._states()
+            if (states >= BEING_READ).any():
+                row, col = np.argwhere(states >= BEING_READ)[0]
+                index = self.where[0].start + int(row), self.where[1].start + int(col)
+                frame = sys._getframe()
+                self.array.note_write(self.array.elements[index], index, frame, atomic=False)
             elements = self.array.elements[self.where]
-            np.frombuffer(self.array.written, np.uint8)[elements] = 1
+            np.frombuffer(self.array.written, np.uint8)[elements] = UNFENCED
 
     def _check_written(self) -> None:
-        written = np.frombuffer(self.array.written, np.uint8)[self.array.elements[self.where]]
-        if not written.all():
-            row, col = np.argwhere(written == 0)[0]
+        states = self._states()
+        unreadable = (states == UNWRITTEN) | (states == BEING_WRITTEN)
+        if unreadable.any():
+            row, col = np.argwhere(unreadable)[0]
             index = self.where[0].start + int(row), self.where[1].start + int(col)
-            raise self.array.error(
-                UninitialisedReadError, index, "read of an element nothing wrote, in"
-            )
+            self.array.note_read(self.array.elements[index], index, sys._getframe())
+
+    def _states(self) -> np.ndarray:
+        return np.frombuffer(self.array.written, np.uint8)[self.array.elements[self.where]]
+
+    def states(self) -> np.ndarray | None:
+        """What the registers are (`memory.WRITTEN` and its like); None where nobody notes it."""
+        if not isinstance(self.array, LocalArray):
+            return None
+        return self._states()[self.shape.places]
+
+    def set_state(self, state: int) -> None:
+        """Note what they are now."""
+        if isinstance(self.array, LocalArray):
+            elements = self.array.elements[self.where][self.shape.places]
+            np.frombuffer(self.array.written, np.uint8)[elements] = state
+
+    def raw(self) -> np.ndarray:
+        """The values, whatever their state."""
+        return self.values[self.where][self.shape.places]
+
+    def set_raw(self, values: np.ndarray) -> None:
+        """New values, whatever the state; it stays as it is."""
+        self.values[self.where][self.shape.places] = values

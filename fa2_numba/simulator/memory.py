@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -11,6 +12,7 @@ import numpy as np
 from greenlet import getcurrent
 
 from fa2_numba.simulator.errors import (
+    AsyncCopyError,
     OutOfBoundsError,
     SharedMemoryError,
     UninitialisedReadError,
@@ -147,6 +149,44 @@ class GlobalArray(SimulatedArray):
         super().__init__(values, values, name)
 
 
+UNWRITTEN, WRITTEN, UNFENCED, BEING_READ, BEING_WRITTEN = range(5)
+"""What an element of a local array is: never written; written; written since the last
+`wgmma_fence`; the operand, or the result, of a `wgmma` that has not been waited for."""
+
+
+FENCED = bytes(WRITTEN if state == UNFENCED else state for state in range(256))
+
+
+class Written(bytearray):
+    """What each element of a local array is; views of the array share it."""
+
+
+class Registers:
+    """The local arrays of one thread, as long as they live."""
+
+    FEW = 64
+
+    def __init__(self) -> None:
+        self._arrays: list[weakref.ref[Written]] = []
+        self._limit = self.FEW
+
+    def add(self, written: Written) -> None:
+        """One more."""
+        self._arrays.append(weakref.ref(written))
+        if len(self._arrays) > self._limit:
+            self._limit = 2 * len(self._living()) + self.FEW
+
+    def fence(self) -> None:
+        """What has been written is there for products that are issued from now on."""
+        for written in self._living():
+            written[:] = written.translate(FENCED)
+
+    def _living(self) -> list[Written]:
+        arrays = [array for array in (one() for one in self._arrays) if array is not None]
+        self._arrays = [one for one in self._arrays if one() is not None]
+        return arrays
+
+
 class LocalArray(SimulatedArray):
     """One thread's own array; an element must be written before it is read."""
 
@@ -161,21 +201,30 @@ class LocalArray(SimulatedArray):
         """Fresh, unwritten elements; `site` is the instruction that asked for them."""
         values = np.empty(shape, dtype)
         elements = np.arange(values.size).reshape(values.shape)
-        return cls(values, elements, _Name(site, "local"), bytearray(values.size))
+        written = Written(values.size)
+        getcurrent().registers.add(written)
+        return cls(values, elements, _Name(site, "local"), written)
 
     def _view(self, values: np.ndarray, elements: np.ndarray) -> LocalArray:
         return type(self)(values, elements, self._view_name(), self.written)
 
     def note_read(self, element: int, index: tuple, frame: FrameType) -> None:
-        """Refuse what nothing wrote."""
-        if not self.written[element]:
+        """Refuse what nothing wrote, or what a `wgmma` has not written yet."""
+        state = self.written[element]
+        if state == UNWRITTEN:
             raise self.error(UninitialisedReadError, index, "read of an element nothing wrote, in")
+        if state == BEING_WRITTEN:
+            what = "read of an element that a wgmma not waited for is to write, in"
+            raise self.error(AsyncCopyError, index, what)
 
     def note_write(self, element: int, index: tuple, frame: FrameType, atomic: bool) -> None:
         """The element is initialised now; an atomic operation reads it first."""
         if atomic:
             self.note_read(element, index, frame)
-        self.written[element] = 1
+        if self.written[element] >= BEING_READ:
+            what = "write to an element that a wgmma not waited for still uses, in"
+            raise self.error(AsyncCopyError, index, what)
+        self.written[element] = UNFENCED
 
 
 class SharedArray(SimulatedArray):

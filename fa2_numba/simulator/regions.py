@@ -20,12 +20,41 @@ from fa2_numba.simulator.errors import AsyncCopyError, RaceError, UninitialisedR
 
 if TYPE_CHECKING:
     from fa2_numba.simulator.engine import Thread
+    from fa2_numba.simulator.proxies import Use
 
 Stamp = tuple["Thread", int, CodeType, int]
 """Who touched a granule: thread, its clock then, code and instruction."""
 
+
+class WarpStamp(tuple):
+    """A read by a whole warp, which each lane knows to be over: as a Stamp, that of lane 0.
+
+    lanes: the number and the clock of each of its threads, when it had waited for the read.
+    """
+
+    lanes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, threads: list[Thread], code: CodeType, lasti: int) -> WarpStamp:
+        """The warp has waited: what its threads do next comes after the read."""
+        stamp = cls((threads[0], threads[0].clock, code, lasti))
+        stamp.lanes = tuple((thread.number, thread.clock) for thread in threads)
+        for thread in threads:
+            thread.clock += 1
+        return stamp
+
+    def is_known_to(self, thread: Thread) -> bool:
+        """Whether a thread is one of the warp, or has heard of any that it has waited."""
+        if self[0].warp is thread.warp:
+            return True
+        return any(thread.seen[number] >= clock for number, clock in self.lanes)
+
+
 Name = Callable[[], str]
 """What is accessed, in words; asked only when an error needs it."""
+
+CHUNK_BYTES = 16
+"""Asynchronous reads of shared memory, known by their pieces of so many bytes."""
 
 COPY_BYTES = 4
 """The smallest asynchronous copy; copies in flight are known by their pieces of so many bytes."""
@@ -50,6 +79,7 @@ class SharedRegion:
         self.readers: list[dict[Thread, Stamp] | None] = [None]
         self.updaters: list[dict[Thread, Stamp] | None] = [None]
         self.in_flight: dict[int, Copy] = {}
+        self.in_use: dict[int, list[Use]] = {}
 
     @property
     def end(self) -> int:
@@ -103,6 +133,8 @@ class SharedRegion:
         """The granules of an access that changes them, ordered after all reads and plain writes."""
         if self.in_flight:
             self._refuse_in_flight(first, size, stamp, name, does)
+        if self.in_use:
+            self._refuse_in_use(first, size, stamp, does)
         thread = stamp[0]
         granules = self._granules(first, size)
         for granule in granules:
@@ -118,6 +150,22 @@ class SharedRegion:
         for granule in self._granules(first, size):
             self.writer[granule] = stamp
             self.readers[granule] = self.updaters[granule] = None
+
+    def remember_reads(self, first: int, size: int, stamps: list[Stamp]) -> None:
+        """Reads that have been checked already, by several threads."""
+        for granule in self._granules(first, size):
+            readers = self.readers[granule]
+            if readers is None:
+                readers = self.readers[granule] = {}
+            readers.update((stamp[0], stamp) for stamp in stamps)
+
+    def writers_of(self, first: int, size: int) -> list[Stamp | None]:
+        """Who wrote the granules of these bytes last."""
+        return [self.writer[granule] for granule in self._granules(first, size)]
+
+    def copy_at(self, first: int) -> Copy | None:
+        """The copy that is under way to a byte."""
+        return self.in_flight.get(first // COPY_BYTES)
 
     def _granules(self, first: int, size: int) -> range | tuple[int]:
         if size < self.granule:
@@ -162,14 +210,23 @@ class SharedRegion:
     def end_copy(self, copy: Copy) -> None:
         """It has arrived: a write by its thread, now."""
         thread, _, *place = copy.stamp
+        self.land(copy, (thread, thread.clock, *place))
+
+    def land(self, copy: Copy, stamp: Stamp) -> None:
+        """A copy has arrived, and counts as a write with this stamp."""
         for piece in _pieces(copy.first, len(copy.data)):
             del self.in_flight[piece]
-        self._remember_write(copy.first, len(copy.data), (thread, thread.clock, *place))
+        self._remember_write(copy.first, len(copy.data), stamp)
+
+    def _refuse_in_use(self, first: int, size: int, stamp: Stamp, does: str) -> None:
+        for chunk in range(first // CHUNK_BYTES * CHUNK_BYTES, first + size, CHUNK_BYTES):
+            if chunk in self.in_use:
+                raise self.in_use[chunk][0].unfinished(first, size, stamp, does)
 
     def _refuse_in_flight(self, first: int, size: int, stamp: Stamp, name: Name, does: str) -> None:
         for piece in _pieces(first, size):
             if piece in self.in_flight:
-                raise _unfinished(name, stamp, does, self.in_flight[piece].stamp)
+                raise unfinished(name, stamp, does, self.in_flight[piece].stamp)
 
 
 @dataclass(frozen=True)
@@ -223,10 +280,12 @@ def _refuse_unordered(
     thread = now[0]
     for stamp in before.values():
         if stamp[0] is not thread and thread.seen[stamp[0].number] < stamp[1]:
-            raise race(name, now, does, stamp, did)
+            if not (isinstance(stamp, WarpStamp) and stamp.is_known_to(thread)):
+                raise race(name, now, does, stamp, did)
 
 
-def _unfinished(name: Name, now: Stamp, does: str, copy: Stamp) -> AsyncCopyError:
+def unfinished(name: Name, now: Stamp, does: str, copy: Stamp) -> AsyncCopyError:
+    """The error about an access to what a copy is still to fill."""
     what = (
         f"access to shared {name()} while an asynchronous copy to it is under way: "
         "the thread that copies has not waited for the copy's group"

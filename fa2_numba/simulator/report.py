@@ -67,7 +67,10 @@ class Counts(Traffic):
     """All that is counted.
 
     barriers: `syncthreads`, once for a block. warp_syncs, shuffles, votes: once for a warp; so are
-        tensor_core_instructions (`mma`), matrix_loads (`ldmatrix`) and async_copies (`cp.async`).
+        tensor_core_instructions (`mma`), matrix_loads (`ldmatrix`), matrix_stores (`stmatrix`) and
+        async_copies (`cp.async`). A `wgmma` is one instruction of four warps, a copy by TMA one of
+        one thread; what they move is one request each.
+    named_barriers: times that a numbered barrier opened. mbarrier_phases: phases completed.
     atomics: atomic updates, once for a thread, which are no loads or stores here.
     special_calls: exp, log, sqrt and the like of float32, once for a thread; so are the following.
     multiply_adds: steps `acc += a * b` of matrix products, each two float32 operations; those of
@@ -84,7 +87,10 @@ class Counts(Traffic):
     atomics: int = 0
     tensor_core_instructions: int = 0
     matrix_loads: int = 0
+    matrix_stores: int = 0
     async_copies: int = 0
+    named_barriers: int = 0
+    mbarrier_phases: int = 0
     special_calls: int = 0
     multiply_adds: int = 0
     additions: int = 0
@@ -103,6 +109,16 @@ class Counts(Traffic):
         return self.additions + self.multiplications + self.divisions + self.maxima
 
 
+TENSOR_CORE = (
+    "tensor_core_instructions",
+    "matrix_loads",
+    "matrix_stores",
+    "async_copies",
+    "named_barriers",
+    "mbarrier_phases",
+)
+"""What is shown only of kernels that do it."""
+
 SUMMARY = (
     "global_load_bytes",
     "global_load_sectors",
@@ -114,17 +130,12 @@ SUMMARY = (
     "barriers",
     "shuffles",
     "atomics",
-    "tensor_core_instructions",
-    "matrix_loads",
-    "async_copies",
+    *TENSOR_CORE,
     "special_calls",
     "matmul_flops",
     "other_flops",
 )
 """The numbers that tell most, in the order they are shown."""
-
-TENSOR_CORE = ("tensor_core_instructions", "matrix_loads", "async_copies")
-"""What is shown only of kernels that do it."""
 
 DETAILS = tuple(field.name for field in fields(Counts))
 

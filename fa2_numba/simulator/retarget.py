@@ -17,7 +17,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda.dispatcher import CUDADispatcher
 
-from fa2_numba.device.ptx import Instruction
+from fa2_numba.device.instruction import Instruction
 from fa2_numba.simulator.addresses import ADDRESS_FUNCTIONS
 from fa2_numba.simulator.instructions import simulated
 from fa2_numba.simulator.machine import CUDA

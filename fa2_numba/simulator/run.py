@@ -48,6 +48,8 @@ class Simulator:
     counts: count what the kernel does; a launch then returns a `Report`. The kernels here take up
         to 3 times as long, a small one that does little but load, store and call may take more.
         Every access between two barriers takes 24 bytes of the host's memory.
+    early: copies by TMA and products by `wgmma` are done when they are issued, and not only when
+        nobody can go on or somebody waits for them. A right kernel does not care.
     """
 
     checks: bool = True
@@ -56,6 +58,7 @@ class Simulator:
     max_seconds: float | None = 600.0
     progress: bool = True
     counts: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
         known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_BYTES_PER_BLOCK)
@@ -66,6 +69,7 @@ class Simulator:
             "max_seconds": (_is_limit, "a positive number or None"),
             "progress": (_is_bool, "True or False"),
             "counts": (_is_bool, "True or False"),
+            "early": (_is_bool, "True or False"),
         }
         for field, (holds, rule) in rules.items():
             value = getattr(self, field)
@@ -175,6 +179,7 @@ class Launch:
                 memory,
                 rng,
                 observer,
+                self.simulator.early,
             )
 
 

@@ -222,7 +222,7 @@ class Session(Observer):
             ready.extend(self._held)
             self._held.clear()
             self.event = self._line_event
-        elif not ready:
+        elif not ready and not block.land():
             block.finish()
             block.discard()
             self._finished_blocks += 1
