@@ -85,9 +85,10 @@ def runs(
 
 
 def _rungs(problem: Problem, direction: str) -> list[str]:
-    """All rungs where the ladder is measured, else those that can keep up."""
+    """All that the device runs where the ladder is measured, else those that can keep up."""
     slow = [] if problem.group == LADDER else cuda_core_rungs()
-    rungs = [name for name, rung in RUNGS.items() if problem.dtype in rung.dtypes]
+    capability = timing.compute_capability()
+    rungs = [name for name, rung in RUNGS.items() if rung.runs(problem.dtype, capability)]
     if direction == FORWARD:
         return [name for name in rungs if name not in slow]
     rungs = [name for name in rungs if RUNGS[name].plan_backward and name not in slow]

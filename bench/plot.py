@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 FOLDER = results_file("NVIDIA H200", "")
 DTYPE = "float16"
 LOOKS = {
+    "fa3_hopper": (BLACK, "X", "-"),
     "fa2_tensor_core": (BLUE, "o", "-"),
     "fa2_tensor_core_deterministic": (SKY, "^", "-"),
     "fa1_tensor_core": (ORANGE, "v", "-"),

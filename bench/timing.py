@@ -115,6 +115,11 @@ def device() -> str:
     return "cuda"
 
 
+def compute_capability() -> tuple[int, int]:
+    """Of torch's current GPU."""
+    return import_torch().cuda.get_device_capability()
+
+
 def synchronize() -> None:
     """Wait until the GPU has done all it was given."""
     import_torch().cuda.synchronize()

@@ -62,7 +62,8 @@ def flash_attn_func(
     deterministic: accepted; the forward pass always is.
     window_size: (-1, -1), or (-1, 0) for causal; other windows are NotImplementedError so far.
     dropout_p, softcap, alibi_slopes: NotImplementedError if used; not built yet.
-    rung: an id of `ladder.RUNGS`, or "auto" for the highest one that runs on the device.
+    rung: an id of `ladder.RUNGS`, or "auto" for the highest one that runs on the device (so far
+        without "fa3_hopper", whose addresses and strides must be multiples of 16 bytes).
     machine: "auto" (the GPU that holds the arrays; for host arrays the GPU if there is one, else
     the simulator), "gpu", "simulator", or a `Simulator` with its own options.
     out: an array to write the result into; like q in library, device, shape and dtype, any strides.
@@ -86,14 +87,16 @@ def flash_attn_func(
     refuse_recording((q, k, v))
     scale = check_scale(softmax_scale, q)
     place = choose_machine(machine, q, report)
-    chosen = choose_rung(rung, q.dtype, place.limits.compute_capability)
-
     out = _output(out, q, k, v, problem)
+    is_empty = 0 in q.shape or 0 in k.shape
+    arrays = () if is_empty else (q, k, v, out)
+    chosen = choose_rung(rung, q.dtype, place.limits.compute_capability, arrays)
+
     batch, seqlen_q, heads, _ = q.shape
     lse = q.library.empty((batch, heads, seqlen_q), "float32", q.device)
     lse = of_library("lse", lse, q.library)
     reports = []
-    if 0 in q.shape or 0 in k.shape:
+    if is_empty:
         q.library.fill(out.value, 0.0)
         q.library.fill(lse.value, -math.inf)
     else:

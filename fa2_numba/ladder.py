@@ -5,13 +5,15 @@ A rung's id is its file in `kernels/`, its API argument, its test id and its nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from fa2_numba import config
+from fa2_numba import config, tensor_maps
+from fa2_numba.arrays import Array
 from fa2_numba.config import DeviceLimits, TileConfig
 from fa2_numba.errors import ArgumentError
+from fa2_numba.hopper_config import choose_hopper_tiles
 from fa2_numba.kernels import (
     fa1_sliced_k,
     fa1_tensor_core,
@@ -21,6 +23,7 @@ from fa2_numba.kernels import (
     fa2_split_q_backward,
     fa2_tensor_core,
     fa2_tensor_core_backward,
+    fa3_hopper,
     standard,
     standard_backward,
 )
@@ -37,7 +40,9 @@ class Rung:
     dtypes: of the arrays it takes, each with the lowest compute capability that runs it;
     choose_tiles: its tile configuration for a head dim on a device; plan_forward: the launches that
     compute O and LSE with it; choose_backward_tiles, plan_backward: the same for dQ, dK and dV,
-    None where a rung has no backward pass.
+    None where a rung has no backward pass; architecture: the one compute capability that runs it,
+    None where later ones do as well; refusal: why it cannot read an array with such an address,
+    shape and strides, None if it can; by_name_only: "auto" does not take it.
     """
 
     name: str
@@ -48,10 +53,23 @@ class Rung:
     plan_forward: Callable[[ForwardTensors, object], list[KernelLaunch]]
     choose_backward_tiles: Callable[[int, DeviceLimits], object] | None = None
     plan_backward: Callable[[BackwardTensors, object], list[KernelLaunch]] | None = None
+    architecture: tuple[int, int] | None = None
+    refusal: Callable[[object], str | None] = lambda array: None
+    by_name_only: bool = False
+
+    def runs(self, dtype: str, compute_capability: tuple[int, int]) -> bool:
+        """Whether a device runs it on arrays of a dtype."""
+        return (
+            dtype in self.dtypes
+            and compute_capability >= self.dtypes[dtype]
+            and self.architecture in (None, compute_capability)
+        )
 
 
 CUDA_CORE_DTYPES = {"float32": (5, 0), "float16": (5, 0), "bfloat16": (5, 0)}
 TENSOR_CORE_DTYPES = {"float16": (7, 5), "bfloat16": (8, 0)}
+HOPPER = (9, 0)
+HOPPER_DTYPES = {"float16": HOPPER, "bfloat16": HOPPER}
 
 
 def cuda_core_tiles(head_dim: int, limits: DeviceLimits) -> TileConfig:
@@ -129,6 +147,19 @@ RUNGS = {
             choose_backward_tiles,
             fa2_tensor_core_backward.plan_backward,
         ),
+        Rung(
+            "fa3_hopper",
+            "warpgroups have roles: one loads by TMA, the others multiply by wgmma, in turns",
+            "FA3 Alg. 1 and 2, section 3; PTX wgmma, cp.async.bulk.tensor, mbarrier",
+            HOPPER_DTYPES,
+            choose_hopper_tiles,
+            fa3_hopper.plan_forward,
+            # The code of sm_90a runs on no other architecture, be it a later one.
+            architecture=HOPPER,
+            refusal=tensor_maps.refusal,
+            # A GPU has run its kernel, but not yet the way to it from `flash_attn_func`.
+            by_name_only=True,
+        ),
     )
 }
 """Rung id -> rung, from the bottom of the ladder to its top."""
@@ -139,9 +170,14 @@ def cuda_core_rungs() -> list[str]:
     return [name for name, rung in RUNGS.items() if "float32" in rung.dtypes]
 
 
-def choose_rung(rung: str, dtype: str, compute_capability: tuple[int, int]) -> Rung:
-    """The rung of that id, or for "auto" the highest one that takes the dtype on the device."""
-    return _choose_among(RUNGS, rung, dtype, compute_capability)
+def choose_rung(
+    rung: str, dtype: str, compute_capability: tuple[int, int], arrays: Iterable[Array] = ()
+) -> Rung:
+    """The rung of that id, or for "auto" the highest one that takes the dtype on the device.
+
+    arrays: all that it has to read and write.
+    """
+    return _choose_among(RUNGS, rung, dtype, compute_capability, arrays)
 
 
 def choose_backward_rung(rung: str, dtype: str, head_dim: int, limits: DeviceLimits) -> Rung:
@@ -176,28 +212,41 @@ def _has_backward_tiles(rung: Rung, head_dim: int, limits: DeviceLimits) -> bool
 
 
 def _choose_among(
-    rungs: Mapping[str, Rung], rung: str, dtype: str, compute_capability: tuple[int, int]
+    rungs: Mapping[str, Rung],
+    rung: str,
+    dtype: str,
+    compute_capability: tuple[int, int],
+    arrays: Iterable[Array] = (),
 ) -> Rung:
     if rung == "auto":
-        return _highest_rung(rungs, dtype, compute_capability)
+        return _highest_rung(rungs, dtype, compute_capability, arrays)
     if not isinstance(rung, str) or rung not in rungs:
         raise ArgumentError(f"rung={rung!r}: must be 'auto' or one of {', '.join(rungs)}")
-    dtypes = rungs[rung].dtypes
-    if dtype not in dtypes:
-        raise ArgumentError(f"rung={rung!r}: takes {', '.join(dtypes)}, not {dtype}")
-    if compute_capability < dtypes[dtype]:
-        raise ArgumentError(
-            f"rung={rung!r}: takes {dtype} from compute capability {_dotted(dtypes[dtype])} on; "
-            f"this device has {_dotted(compute_capability)}"
-        )
-    return rungs[rung]
+    chosen = rungs[rung]
+    if dtype not in chosen.dtypes:
+        raise ArgumentError(f"rung={rung!r}: takes {', '.join(chosen.dtypes)}, not {dtype}")
+    if not chosen.runs(dtype, compute_capability):
+        lowest = _dotted(chosen.dtypes[dtype])
+        where = f"from compute capability {lowest} on"
+        if chosen.architecture is not None:
+            where = f"on compute capability {_dotted(chosen.architecture)} only"
+        device = _dotted(compute_capability)
+        raise ArgumentError(f"rung={rung!r}: takes {dtype} {where}; this device has {device}")
+    for array in arrays:
+        if (why := chosen.refusal(array)) is not None:
+            raise ArgumentError(f"{array.name}: {why} for rung={rung!r}; 'auto' takes another rung")
+    return chosen
 
 
 def _highest_rung(
-    rungs: Mapping[str, Rung], dtype: str, compute_capability: tuple[int, int]
+    rungs: Mapping[str, Rung],
+    dtype: str,
+    compute_capability: tuple[int, int],
+    arrays: Iterable[Array],
 ) -> Rung:
     for rung in reversed(rungs.values()):
-        if dtype in rung.dtypes and compute_capability >= rung.dtypes[dtype]:
+        takes = rung.runs(dtype, compute_capability) and not any(map(rung.refusal, arrays))
+        if takes and not rung.by_name_only:
             return rung
     raise ArgumentError(
         f"rung='auto': no rung takes {dtype} on compute capability {_dotted(compute_capability)}"

@@ -2,6 +2,7 @@
 
 FA1: Dao, Fu, Ermon, Rudra, Re: FlashAttention (2022), arXiv:2205.14135.
 FA2: Dao: FlashAttention-2 (2023), arXiv:2307.08691.
+FA3: Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: FlashAttention-3 (2024), arXiv:2407.08608.
 """
 
 PAPER_STEPS = {
@@ -48,6 +49,39 @@ PAPER_STEPS = {
         15: "dQ_i = dQ_i + dS K_j to HBM",
         16: "dK_j = dK_j + dS^T Q_i",
         18: "write dK_j, dV_j to HBM",
+    },
+    # Its consumer is the one without overlap, in place of which Alg. 2 stands.
+    "FA3 Alg. 1": {
+        1: "make the barriers of a ring of s stages in shared memory",
+        3: "the producer gives registers back",
+        4: "load Q_i into shared memory",
+        5: "once it is there, the consumers are told",
+        6: "for every tile j of keys and values",
+        7: "wait until stage j mod s is empty",
+        8: "load K_j, V_j into it",
+        9: "once they are there, the consumers are told",
+    },
+    "FA3 Alg. 2": {
+        1: "a consumer takes registers",
+        2: "O = 0, l = 0, m = -inf on chip",
+        3: "wait for Q_i and K_0 in shared memory",
+        4: "S = Q_i K_0^T; wait for it",
+        5: "release the stage of K_0",
+        6: "m, P and l from S; rescale O",
+        # The paper prints a bound of one tile less.
+        7: "for every tile j of keys and values but the first",
+        8: "wait for K_j in shared memory",
+        9: "issue S = Q_i K_j^T",
+        10: "wait for V_(j-1) in shared memory",
+        11: "issue O = O + P V_(j-1)",
+        12: "wait for S",
+        13: "m, the next P and l from S",
+        14: "wait for O, then rescale it",
+        15: "release the stages of K_j and V_(j-1)",
+        16: "the next P takes the place of P",
+        18: "wait for the last V in shared memory",
+        19: "O = O + P V; wait for it",
+        20: "O = O / l, L = m + log l; write both to HBM",
     },
 }
 """Algorithm -> line number -> what happens there."""

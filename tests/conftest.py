@@ -13,6 +13,7 @@ import pytest
 
 from fa2_numba import Simulator, arrays, interface, ladder, staging
 from fa2_numba.config import HEAD_DIM_STEP, TileConfig
+from fa2_numba.hopper_config import HopperConfig, choose_hopper_tiles
 from fa2_numba.launch import BackwardTensors, ForwardTensors, SimulatorMachine, gpu_available
 from fa2_numba.reference import attention_forward
 from fa2_numba.tensor_core_config import (
@@ -83,7 +84,10 @@ def fast_machine(request, monkeypatch):
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CUDA_CORE_RUNGS = ladder.cuda_core_rungs()
-TENSOR_CORE_RUNGS = [name for name in ladder.RUNGS if name not in CUDA_CORE_RUNGS]
+HOPPER_RUNGS = [name for name, rung in ladder.RUNGS.items() if rung.architecture]
+"""Those of one architecture, which read no array but those that TMA can read: `test_hopper`."""
+PORTABLE_RUNGS = [name for name in ladder.RUNGS if name not in HOPPER_RUNGS]
+TENSOR_CORE_RUNGS = [name for name in PORTABLE_RUNGS if name not in CUDA_CORE_RUNGS]
 
 
 def kinds(in_sweep=()):
@@ -108,14 +112,14 @@ def kinds(in_sweep=()):
 
 
 def all_kinds(dtypes=tuple(DTYPES)):
-    """Decorator: every rung in each of `dtypes` that it takes."""
+    """Decorator: every rung for arrays of any layout in each of `dtypes` that it takes."""
     return pytest.mark.parametrize(
         ("rung", "dtype"),
         [
             pytest.param(name, DTYPES[dtype], id=f"{name}-{dtype}")
-            for name, rung in ladder.RUNGS.items()
+            for name in PORTABLE_RUNGS
             for dtype in dtypes
-            if dtype in rung.dtypes
+            if dtype in ladder.RUNGS[name].dtypes
         ],
     )
 
@@ -205,6 +209,7 @@ SMALL_TILES = {
     ),
     choose_split_q_tiles: lambda head_dim: TensorCoreConfig(head_dim, 32, 16, 2),
     choose_sliced_k_tiles: lambda head_dim: TensorCoreConfig(head_dim, 16, 32, 2, sliced_k=True),
+    choose_hopper_tiles: lambda head_dim: HopperConfig(head_dim, 16, 2, 2, 1, 40, 232),
 }
 """`Rung.choose_tiles` -> the smallest tiles of its kind for a head dim."""
 

@@ -20,7 +20,7 @@ from fa2_numba.ladder import RUNGS
 from fa2_numba.reference import attention_backward, attention_forward
 
 ROOT = Path(__file__).parents[1]
-TENSOR_CORE = ["fa1_tensor_core", "fa2_tensor_core"]
+TENSOR_CORE = ["fa1_tensor_core", "fa2_tensor_core", "fa3_hopper"]
 SMALL = Problem(PAPER, "float16", 2, 4, 2, 24, 40, 16, True)
 RIGHT = [OURS, "torch_flash", "torch_math"]
 
@@ -33,6 +33,7 @@ def torch(monkeypatch):
     for name, stand_in in {
         "import_torch": lambda: torch,
         "device": lambda: "cpu",
+        "compute_capability": lambda: (9, 0),
         "synchronize": lambda: None,
         "free_memory": lambda: None,
         "clocks": lambda: {"clocks.sm": "1980 MHz"},
@@ -188,7 +189,7 @@ def test_a_backward_pass_runs_its_forward_pass_once(torch, monkeypatch):
         assert options["rung"] == forward[0]["rung"] == OURS and options["causal"]
 
 
-def test_all_rungs_compete_on_the_ladder_and_tensor_cores_elsewhere(torch):
+def test_all_rungs_compete_on_the_ladder_and_tensor_cores_elsewhere(torch, monkeypatch):
     inputs = run.random_arrays(SMALL)
     on_ladder = Problem(LADDER, *list(SMALL.fields.values())[1:])
 
@@ -198,6 +199,8 @@ def test_all_rungs_compete_on_the_ladder_and_tensor_cores_elsewhere(torch):
 
     assert rungs(on_ladder, FORWARD) == list(RUNGS)
     assert rungs(SMALL, FORWARD) == TENSOR_CORE
+    monkeypatch.setattr(timing, "compute_capability", lambda: (8, 0))
+    assert rungs(SMALL, FORWARD) == TENSOR_CORE[:2]
     assert rungs(SMALL, BACKWARD) == [OURS, DETERMINISTIC] and rungs(SMALL, BOTH) == [OURS]
     with_backward = [name for name, rung in RUNGS.items() if rung.plan_backward]
     assert rungs(on_ladder, BACKWARD) == [*with_backward, DETERMINISTIC]
@@ -456,7 +459,9 @@ def test_a_small_run_on_the_gpu(tmp_path, monkeypatch):
     assert main(["run", "--out", str(tmp_path / "run.json")]) == 0
     result = json.loads((tmp_path / "run.json").read_text())
     names = {r["name"] for r in result["records"] if r["direction"] == FORWARD}
-    assert names >= {*RUNGS, "torch_flash", "torch_math"}
+    capability = timing.compute_capability()
+    there = {name for name, rung in RUNGS.items() if rung.runs("float16", capability)}
+    assert names >= {*there, "torch_flash", "torch_math"}
     assert all(r["host_us"] > 0 for r in result["records"])
 
 

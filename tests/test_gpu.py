@@ -5,16 +5,23 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from fa2_numba import RUNGS, ArgumentError, Simulator, flash_attn_func, interface
+from fa2_numba import ArgumentError, Simulator, flash_attn_func, interface
 from fa2_numba.errors import ArgumentTypeError
 from fa2_numba.launch import GpuMachine
 from fa2_numba.tensor_core_config import TensorCoreConfig
 from fa2_numba.testing import assert_attention, compare_attention, random_qkv
 
-from .conftest import DTYPES, TENSOR_CORE_RUNGS, all_kinds, kinds, small_tiles
+from .conftest import (
+    DTYPES,
+    PORTABLE_RUNGS,
+    TENSOR_CORE_RUNGS,
+    all_kinds,
+    kinds,
+    small_tiles,
+)
 
 pytestmark = pytest.mark.gpu
-rungs = pytest.mark.parametrize("rung", RUNGS)
+rungs = pytest.mark.parametrize("rung", PORTABLE_RUNGS)
 
 
 @pytest.fixture
@@ -112,12 +119,12 @@ def test_out_is_written_in_place_and_memory_stays_flat(cupy):
     assert flash_attn_func(q, k, v, out=out) is out
     assert cupy.isfinite(out).all()
     used = set()
-    for rung in RUNGS:
+    for rung in PORTABLE_RUNGS:
         for _ in range(5):
             flash_attn_func(q, k, v, out=out, rung=rung)
     pool = cupy.get_default_memory_pool()
     for _ in range(20):
-        for rung in RUNGS:
+        for rung in PORTABLE_RUNGS:
             flash_attn_func(q, k, v, out=out, rung=rung)
         cupy.cuda.Device().synchronize()
         used.add((pool.total_bytes(), cupy.cuda.Device().mem_info[0]))

@@ -34,6 +34,7 @@ from fa2_numba.kernels import fa2_split_q
 from fa2_numba.launch import BackwardTensors, ForwardTensors, GpuMachine, as_bits
 from fa2_numba.staging import STAND_IN_SPACING, GpuPlan
 
+from .conftest import PORTABLE_RUNGS
 from .test_arrays import FakeCupyArray, address_of, fake_numba
 from .test_launch import note_launches
 
@@ -150,7 +151,7 @@ def planned_anew(gpu, tensors, plan, choose_tiles, arrays, *options):
     return anew
 
 
-RUNG_DTYPES = [(name, dtype) for name, rung in RUNGS.items() for dtype in rung.dtypes]
+RUNG_DTYPES = [(name, dtype) for name in PORTABLE_RUNGS for dtype in RUNGS[name].dtypes]
 STRIDED = {
     "contiguous": {},
     "strided": {"shape": (2, 70, 6, 40), "view": lambda x: x[:, :, ::2, 20:]},

@@ -21,11 +21,11 @@ from fa2_numba.launch import SimulatorMachine
 from fa2_numba.simulator import RunTooLongError
 from fa2_numba.testing import assert_attention, poisoned, random_qkv
 
-from .conftest import CUDA_CORE_RUNGS, FAST_SIMULATOR, small_tiles
+from .conftest import CUDA_CORE_RUNGS, FAST_SIMULATOR, PORTABLE_RUNGS, small_tiles
 from .test_arrays import Subclass, address_of, fake_cupy, fake_numba
 
 TILES = TileConfig(head_dim=16, block_m=8, block_n=8, num_warps=2)
-rungs = pytest.mark.parametrize("rung", RUNGS)
+rungs = pytest.mark.parametrize("rung", PORTABLE_RUNGS)
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +330,7 @@ def check_strided(layout, dtype, **options):
             else (),
         )
         for name, layout in LAYOUTS.items()
-        for rung in RUNGS
+        for rung in PORTABLE_RUNGS
     ],
 )
 def test_strides_change_nothing(layout, rung):

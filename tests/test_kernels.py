@@ -17,6 +17,7 @@ from .conftest import (
     CUDA_CORE_RUNGS,
     DTYPES,
     FAST_SIMULATOR,
+    PORTABLE_RUNGS,
     SIMULATOR,
     all_kinds,
     kinds,
@@ -27,7 +28,7 @@ HEAD_DIMS = (1, 33, 40, 64, 96, 111, 128, 256)
 SWEPT_HEAD_DIMS = (8, 72, 100)
 PICKED = ("fa2_split_q", "fa2_tensor_core")
 LENGTHS = (1, 2, 31, 33, 63, 64, 65, 97, 127, 129)
-rungs = pytest.mark.parametrize("rung", RUNGS)
+rungs = pytest.mark.parametrize("rung", PORTABLE_RUNGS)
 
 
 def attend(q, k, v, machine, rung, **options):
@@ -52,9 +53,10 @@ def shape_cases():
     The other rungs take the costly ones in the sweep.
     """
     for number, case in enumerate(SHAPES):
-        for step, (name, rung) in enumerate(RUNGS.items()):
-            for place, dtype in enumerate(rung.dtypes):
-                chosen = (number + step) % len(rung.dtypes) == place
+        for step, name in enumerate(PORTABLE_RUNGS):
+            dtypes = RUNGS[name].dtypes
+            for place, dtype in enumerate(dtypes):
+                chosen = (number + step) % len(dtypes) == place
                 chosen = chosen and (name in PICKED or not is_costly(case))
                 marks = () if chosen else pytest.mark.sweep
                 yield pytest.param(case, name, dtype, id=f"{case.id}-{name}-{dtype}", marks=marks)

@@ -247,10 +247,14 @@ def test_a_device_that_is_current_is_not_made_current(monkeypatch):
 
 
 def test_both_machines_tell_their_limits(monkeypatch):
-    device = SimpleNamespace(compute_capability=(9, 0), MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=232_448)
+    device = SimpleNamespace(
+        compute_capability=(9, 0),
+        MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=232_448,
+        MULTIPROCESSOR_COUNT=132,
+    )
     monkeypatch.setattr(launch, "cuda", SimpleNamespace(gpus=[device]))
     launch._device_limits.cache_clear()
-    assert GpuMachine(0).limits == DeviceLimits((9, 0), 232_448)
+    assert GpuMachine(0).limits == DeviceLimits((9, 0), 232_448, 132)
     launch._device_limits.cache_clear()
     simulated = SimulatorMachine(Simulator(compute_capability=(7, 5))).limits
     assert simulated == DeviceLimits((7, 5), 65_536)
@@ -439,7 +443,9 @@ def test_kernels_are_made_of_nothing_but_the_sources():
         imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     ours = {m.removeprefix("fa2_numba.") for m in imported if m.startswith("fa2_numba.")}
     files = {module.replace(".", "/") + ".py" for module in ours}
-    assert {f for f in files if f not in names} <= {"launch.py", "kernels.py", "device.py"}
+    assert {f for f in files if f not in names} <= {
+        *("launch.py", "tensor_maps.py", "kernels.py", "device.py")
+    }
 
 
 def test_a_kept_kernel_is_not_compiled(folder, monkeypatch):

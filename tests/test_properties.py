@@ -5,12 +5,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa2_numba import RUNGS, flash_attn_func
+from fa2_numba import flash_attn_func
 from fa2_numba.testing import assert_attention, random_qkv
 
-from .conftest import FAST_SIMULATOR, HAS_GPU, NO_GPU, SIMULATOR, small_tiles
+from .conftest import (
+    FAST_SIMULATOR,
+    HAS_GPU,
+    NO_GPU,
+    PORTABLE_RUNGS,
+    SIMULATOR,
+    small_tiles,
+)
 
-rungs = pytest.mark.parametrize("rung", RUNGS)
+rungs = pytest.mark.parametrize("rung", PORTABLE_RUNGS)
 LAYOUTS = ["bshd", "bhsd", "sbhd", "reversed", "sliced", "last"]
 
 

@@ -48,7 +48,12 @@ from fa2_numba.device.layouts import GROUP_ROWS, LANES_PER_ROW, ac_element
 from fa2_numba.device.mask import make_mask_accumulators, make_needs_mask
 from fa2_numba.device.ptx import ex2, shared_address
 from fa2_numba.device.softmax import finite_max, make_lane_max, make_over_lanes
-from fa2_numba.device.softmax_base2 import inverse, log_sum_exp2, make_exponentiate
+from fa2_numba.device.softmax_base2 import (
+    TOLERATED_GROWTH,
+    inverse,
+    log_sum_exp2,
+    make_exponentiate,
+)
 from fa2_numba.device.swizzle import TILE_ALIGNMENT
 from fa2_numba.device.tensor_core_products import (
     make_accumulate_values,
@@ -65,10 +70,6 @@ from fa2_numba.device.tiles import make_count_n_blocks
 from fa2_numba.launch import ForwardTensors, KernelLaunch
 from fa2_numba.tensor_core_config import TensorCoreConfig
 from fa2_numba.tensor_core_plan import kernel_name, plan_launch
-
-TOLERATED_GROWTH = float32(8.0)
-"""m may lag so many powers of 2 behind the maximum: P is 2^8 at most, where float16 ends at 2^16,
-and O and l, which have the same m in them, keep their ratio."""
 
 
 @cache
