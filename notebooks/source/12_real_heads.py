@@ -209,5 +209,5 @@ check("12.sink_head", sink_head)
 # - Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
 #   2023.
 # - `python -m fa2_numba --plot maps.png`: attention maps of any head, with the words.
-# - Before: [11, is it fast, and how do I know?](11_measure.ipynb) This was the last lesson; the
-#   [README](../README.md) has the rest of the package.
+# - Before: [11, is it fast, and how do I know?](11_measure.ipynb) Next: [13, what does Hopper
+#   change?](13_hopper.ipynb)
