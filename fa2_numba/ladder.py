@@ -157,7 +157,7 @@ RUNGS = {
             # The code of sm_90a runs on no other architecture, be it a later one.
             architecture=HOPPER,
             refusal=tensor_maps.refusal,
-            # A GPU has run its kernel, but not yet the way to it from `flash_attn_func`.
+            # Not yet run on a GPU in this form, nor the way to it from `flash_attn_func`.
             by_name_only=True,
         ),
     )
