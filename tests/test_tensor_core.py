@@ -267,11 +267,10 @@ def test_a_turing_device_gets_tiles_for_turing_or_the_reason_why_not(rung, most)
 @pytest.mark.parametrize("capability", SHARED_BYTES_PER_BLOCK, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_auto_takes_tensor_cores_where_they_take_the_dtype(dtype, capability):
-    highest = "fa3_hopper" if capability == (9, 0) else "fa2_tensor_core"
     wanted = {
         "float32": "fa2_split_q",
-        "float16": highest,
-        "bfloat16": "fa2_split_q" if capability == TURING else highest,
+        "float16": "fa2_tensor_core",
+        "bfloat16": "fa2_split_q" if capability == TURING else "fa2_tensor_core",
     }
     assert choose_rung("auto", dtype, capability).name == wanted[dtype]
 
